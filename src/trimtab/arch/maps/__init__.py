@@ -1,0 +1,1 @@
+"""One declarative weight map per family: released names <-> our parameters."""

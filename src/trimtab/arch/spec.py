@@ -1,0 +1,241 @@
+"""ArchSpec: what a model is, without tensors.
+
+Knows: frozen value types for layers, experts, residual streams and the whole model.
+Does not know: torch, files, the spelling of any config.json (see `readers`).
+
+Shape letters: D hidden, H heads, K key dim, V value dim, L latent rank, E experts, A active
+experts per token, F FFN width, W vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+FloatType = Literal["BF16", "F32"]
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationSpec:
+    """Gated activation of an FFN.
+
+    `swiglu`: silu(g) * u, with g clamped from above and u on both sides at `clamp` if given.
+    `situ`: beta tanh(g/beta) sigmoid(g) * linear_beta tanh(u/linear_beta).
+    """
+
+    kind: Literal["swiglu", "situ"] = "swiglu"
+    beta: float = 1.0
+    linear_beta: float | None = None
+    clamp: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KDASpec:
+    """Kimi Delta Attention.
+
+    Args:
+        num_heads: H, the same for q, k and v.
+        head_dim: K = V.
+        conv_kernel: taps of the causal depthwise convolution.
+        gate_lower_bound: g = bound * sigmoid(exp(A_log) z) if given, else
+            g = -exp(A_log) softplus(z).
+        decay_rank: inner width of f_a/f_b; None means one full-rank f_proj.
+        gate_rank: inner width of g_a/g_b; None means one full-rank g_proj.
+        norm_eps: of the gated output norm.
+        dtype: stored dtype of conv, A_log, dt_bias and o_norm.
+    """
+
+    num_heads: int
+    head_dim: int
+    conv_kernel: int
+    gate_lower_bound: float | None
+    decay_rank: int | None
+    gate_rank: int | None
+    norm_eps: float
+    dtype: FloatType = "F32"
+
+    @property
+    def width(self) -> int:
+        """H * K, the width of q, k, v and the gate."""
+        return self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary position embedding of the MLA rope slice."""
+
+    theta: float
+    layout: Literal["interleaved", "half"] = "interleaved"
+    yarn_factor: float | None = None
+    yarn_original: int = 4096
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerSpec:
+    """Lightning indexer that selects `top_k` keys for sparse attention.
+
+    Args:
+        heads: index heads.
+        dim: index head dim.
+        top_k: keys kept per query; a query with fewer visible keys keeps all.
+        rope_layout: None where the indexer is not rotated.
+        pool: keys per pooled key, 1 for a token indexer.
+        share: `shared` layers reuse the selection of the previous full layer.
+        norm_eps: of the key LayerNorm.
+    """
+
+    heads: int
+    dim: int
+    top_k: int
+    rope_layout: Literal["interleaved", "half"] | None = None
+    pool: int = 1
+    share: Literal["full", "shared"] = "full"
+    norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class MLASpec:
+    """Multi-head latent attention, optionally gated, optionally sparse."""
+
+    num_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    softmax_scale: float
+    latent_eps: float
+    rope: RopeSpec | None = None
+    gate: Literal["channel", "head"] | None = None
+    indexer: IndexerSpec | None = None
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of one query or key head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class DenseSpec:
+    """One gated FFN of width F."""
+
+    intermediate_size: int
+    activation: ActivationSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Routed experts work on a projection of the hidden state to `size`."""
+
+    size: int
+    norm_eps: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class MoESpec:
+    """Token-choice sparse mixture of experts.
+
+    Args:
+        num_experts: E.
+        top_k: A.
+        intermediate_size: F of one routed expert.
+        shared_intermediate_size: F of the fused shared expert, 0 without one.
+        renormalise: weights sum to 1 before `scale`.
+        scale: factor on the weights.
+        groups, topk_groups: group-limited routing; 1 and 1 where off.
+        latent: None where experts read the hidden state itself.
+        form: how routed experts are stored.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    shared_intermediate_size: int
+    activation: ActivationSpec
+    renormalise: bool
+    scale: float
+    groups: int = 1
+    topk_groups: int = 1
+    latent: LatentSpec | None = None
+    form: Literal["plain", "mxfp4"] = "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One decoder layer."""
+
+    mixer: KDASpec | MLASpec
+    ffn: DenseSpec | MoESpec
+
+
+@dataclass(frozen=True, slots=True)
+class PlainResidual:
+    """x + f(norm(x))."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttnRes:
+    """Attention residuals: every `block_size` layers the stream is banked and starts anew."""
+
+    block_size: int
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class VisionSpec:
+    """MoonViT tower with its projector (K3)."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    qkv_hidden_size: int
+    intermediate_size: int
+    patch_size: int
+    pos_emb_height: int
+    pos_emb_width: int
+    pos_emb_time: int
+    merge_height: int
+    merge_width: int
+    projector_eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class ArchSpec:
+    """A whole model.
+
+    Args:
+        family: name of the weight map, such as `kimi_k3`.
+        name: what users call it, such as `Kimi K3.1`.
+        norm_eps: of layer norms and the final norm.
+        dtype: stored dtype of everything that no other field says otherwise of.
+        tie_word_embeddings: lm_head is the embedding table.
+        bos_token_id, eos_token_id, pad_token_id: None where the config has none.
+        image_token_id: placeholder id that image features replace.
+        ignored: config keys that were read and have no effect.
+        unsupported: features present in the config that no verb supports yet.
+    """
+
+    family: str
+    name: str
+    hidden_size: int
+    vocab_size: int
+    layers: tuple[LayerSpec, ...]
+    residual: PlainResidual | AttnRes
+    norm_eps: float
+    max_position_embeddings: int
+    dtype: FloatType = "BF16"
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+    image_token_id: int | None = None
+    vision: VisionSpec | None = None
+    ignored: tuple[str, ...] = ()
+    unsupported: tuple[str, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        """Depth."""
+        return len(self.layers)

@@ -1,0 +1,73 @@
+"""Units: the one place that knows 1024 from 1000.
+
+Knows: formatting and parsing of bytes, counts and durations. Does not know: anything else.
+"""
+
+from __future__ import annotations
+
+import re
+
+_BINARY = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+_SUFFIX = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+           "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Bytes in binary units.
+
+    >>> format_bytes(1560860324864)
+    '1.42 TiB'
+    >>> format_bytes(512)
+    '512 B'
+    """
+    value = float(num_bytes)
+    for unit in _BINARY:
+        if abs(value) < 1024 or unit == _BINARY[-1]:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1024
+    raise AssertionError("unreachable: the last unit always returns")
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from text such as `256MiB` or `2 GB`; a bare number is bytes.
+
+    Raises:
+        ValueError: the text is not a number with a byte unit.
+
+    >>> parse_bytes("256MiB")
+    268435456
+    """
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", text)
+    unit = (match.group(2) or "b").lower() if match else ""
+    if match is None or unit not in _SUFFIX:
+        raise ValueError(f"{text!r} is not a size such as 256MiB")
+    return int(float(match.group(1)) * _SUFFIX[unit])
+
+
+def format_count(count: float) -> str:
+    """Counts in decimal units.
+
+    >>> format_count(2779931837184)
+    '2.78T'
+    >>> format_count(950)
+    '950'
+    """
+    for scale, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if abs(count) >= scale:
+            return f"{count / scale:.3g}{unit}"
+    return f"{count:.0f}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Durations as people say them.
+
+    >>> format_seconds(200)
+    '3m 20s'
+    >>> format_seconds(4.25)
+    '4.2s'
+    """
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h {minutes:02d}m" if hours else f"{minutes}m {rest:02d}s"
