@@ -1,0 +1,297 @@
+"""LoRA targets: which linear modules of a model get an adapter, chosen from the inventory.
+
+Knows: names, patterns, group words, and what must not be trained. Does not know: torch; tensors
+are made by `models.lora`, files by `checkpoint.adapter`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from trimtab.arch.params import Owner, ParamSpec, inventory
+from trimtab.arch.spec import ArchSpec
+from trimtab.errors import AdapterError
+
+Scaling = Literal["standard", "rslora"]
+Experts = Literal["none", "per_expert", "shared_outer"]
+
+GROUPS: dict[str, tuple[Owner, ...]] = {
+    "attention": ("kda", "mla"),
+    "linear_attention": ("kda",),
+    "sparse_attention": ("mla",),
+    "dense_ffn": ("dense_ffn",),
+    "shared_experts": ("shared_expert",),
+    "latent": ("latent",),
+}
+"""Group words a recipe may use; `sparse_attention` is every MLA layer, indexed or not."""
+
+_REFUSED: dict[Owner, str] = {
+    "embedding": "the embedding table has no LoRA form here",
+    "head": "the output head has no LoRA form here",
+    "norm": "a norm is no projection",
+    "residual": "the residual mix is no projection worth an adapter",
+    "router": "the router is frozen; its choices must stay those of the base model",
+    "indexer": "the indexer selects without gradient, so the loss cannot train it",
+    "routed_expert": "routed experts are chosen with `finetune.lora.experts`",
+    "vision": "vision targets are not supported yet",
+    "projector": "vision targets are not supported yet",
+}
+_LAYER_KIND: dict[Owner, str] = {
+    "kda": "kda", "mla": "mla", "dense_ffn": "dense", "shared_expert": "moe", "latent": "moe",
+}
+_MASTER_BYTES = 4  # adapters are float32
+
+
+@dataclass(frozen=True, slots=True)
+class LoRATarget:
+    """One linear module that gets an adapter `y += scaling * B (A x)`.
+
+    Args:
+        fqn: module name, without `.weight`.
+        in_features: columns of A, [rank, in_features].
+        out_features: rows of B, [out_features, rank].
+        rank: r.
+        alpha: numerator of the scaling.
+        dropout: probability of dropping an input feature of A in training.
+        owner: kind of module.
+        layer: decoder layer.
+        use_rslora: scale by alpha / sqrt(rank) instead of alpha / rank.
+    """
+
+    fqn: str
+    in_features: int
+    out_features: int
+    rank: int
+    alpha: float
+    dropout: float
+    owner: Owner
+    layer: int | None
+    use_rslora: bool = False
+
+    @property
+    def scaling(self) -> float:
+        """Factor on B (A x)."""
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+    @property
+    def leaf(self) -> str:
+        """Last component of the module name."""
+        return self.fqn.rsplit(".", 1)[-1]
+
+    @property
+    def branch(self) -> str:
+        """The group word of `optimizer.lr_by_branch` that this target belongs to."""
+        return branch_of(self.owner)
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of A and B together."""
+        return self.rank * (self.in_features + self.out_features)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRow:
+    """One line of the target table: a leaf name within one kind of layer.
+
+    Args:
+        leaf: module leaf name; `shared_experts.up_proj` and its like keep their parent.
+        kind: `kda`, `mla`, `dense` or `moe`.
+        count: adapted modules.
+        available: modules of this name and kind in the model.
+        num_parameters: adapter elements.
+        num_bytes: adapter bytes in float32.
+    """
+
+    leaf: str
+    kind: str
+    count: int
+    available: int
+    num_parameters: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TargetTable:
+    """What is adapted, and in words what is not.
+
+    Args:
+        rows: one per leaf and layer kind, in forward order.
+        notes: coverage remarks for people.
+    """
+
+    rows: tuple[TargetRow, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def num_parameters(self) -> int:
+        """Trainable elements."""
+        return sum(row.num_parameters for row in self.rows)
+
+    @property
+    def num_bytes(self) -> int:
+        """Trainable bytes in float32."""
+        return sum(row.num_bytes for row in self.rows)
+
+
+def branch_of(owner: Owner) -> str:
+    """Group word of an owner, the most specific one."""
+    for word, owners in GROUPS.items():
+        if owners == (owner,):
+            return word
+    return owner
+
+
+def resolve_targets(
+    arch: ArchSpec,
+    *,
+    target_modules: Sequence[str],
+    rank: int,
+    alpha: float,
+    dropout: float = 0.0,
+    scaling: Scaling = "standard",
+    experts: Experts = "none",
+) -> tuple[LoRATarget, ...]:
+    """Choose the linear modules to adapt, in forward order.
+
+    Each word of `target_modules` is a group word, a literal name (a leaf such as `q_proj` or a
+    dotted tail such as `shared_experts.up_proj`), a shell pattern, or a regular expression after
+    `re:` that must match the whole module name.
+
+    Raises:
+        AdapterError: TT501 where a word matches nothing (the nearest names are listed), TT503
+            where all it matches must not be trained.
+    """
+    if experts != "none":
+        raise AdapterError(
+            "TT503", "finetune.lora.experts", "LoRA on routed experts is not supported yet",
+            value=experts, hint="use `experts: none`; shared experts take the word shared_experts",
+        )
+    params = inventory(arch)
+    chosen: set[str] = set()
+    for position, word in enumerate(target_modules):
+        where = f"finetune.lora.target_modules[{position}]"
+        chosen |= {p.name for p in _matches(params, word, where)}
+    if not chosen:
+        raise AdapterError("TT501", "finetune.lora.target_modules", "names no module", value="[]")
+    return tuple(
+        LoRATarget(
+            fqn=_module(p), in_features=p.shape[1], out_features=p.shape[0], rank=rank,
+            alpha=float(alpha), dropout=dropout, owner=p.owner, layer=p.layer,
+            use_rslora=scaling == "rslora",
+        )
+        for p in params
+        if p.name in chosen
+    )
+
+
+def target_table(arch: ArchSpec, targets: Sequence[LoRATarget]) -> TargetTable:
+    """Rows per leaf and layer kind, and notes on what the chosen names leave uncovered."""
+    available: dict[tuple[str, str], int] = {}
+    for p in inventory(arch):
+        if _is_trainable(p):
+            key = (_leaf(p), _LAYER_KIND[p.owner])
+            available[key] = available.get(key, 0) + 1
+    grouped: dict[tuple[str, str], list[LoRATarget]] = {}
+    for target in targets:
+        key = (_leaf_of(target.fqn), _LAYER_KIND[target.owner])
+        grouped.setdefault(key, []).append(target)
+    rows = []
+    for (leaf, kind), members in grouped.items():
+        total = sum(t.num_parameters for t in members)
+        rows.append(TargetRow(leaf, kind, len(members), available[(leaf, kind)], total,
+                              total * _MASTER_BYTES))
+    return TargetTable(tuple(rows), tuple(_coverage(available, grouped)))
+
+
+def _coverage(
+    available: dict[tuple[str, str], int], grouped: dict[tuple[str, str], list[LoRATarget]]
+) -> list[str]:
+    """One note per mixer kind that has projections left without an adapter."""
+    notes = []
+    for kind, word in (("kda", "linear_attention"), ("mla", "sparse_attention")):
+        present = [leaf for leaf, k in available if k == kind]
+        covered = [leaf for leaf in present if (leaf, kind) in grouped]
+        missing = [leaf for leaf in present if (leaf, kind) not in grouped]
+        if not missing:
+            continue
+        layers = max(available[(leaf, kind)] for leaf in present)
+        have = f"only {', '.join(covered)}" if covered else "nothing"
+        notes.append(
+            f"the {layers} {kind.upper()} layers: {have} adapted; not covered: "
+            f"{', '.join(missing)} (the word `{word}` covers all)"
+        )
+    return notes
+
+
+def _matches(params: Sequence[ParamSpec], word: str, where: str) -> list[ParamSpec]:
+    """Trainable parameters that one word of the recipe selects; never empty."""
+    if word in GROUPS:
+        found = [p for p in params if p.owner in GROUPS[word] and _is_trainable(p)]
+        if not found:
+            rule = "the model has no module of this group"
+            raise AdapterError("TT501", where, rule, value=word, hint=_nearest(params, word))
+        return found
+    wants_vision = word.removeprefix("re:").startswith(("vision.", "projector"))
+    hits = [
+        p for p in params
+        if (p.owner in ("vision", "projector")) == wants_vision and _selects(word, p, where)
+    ]
+    if not hits:
+        raise AdapterError("TT501", where, "matches no module of the model", value=word,
+                           hint=_nearest(params, word))
+    found = [p for p in hits if _is_trainable(p)]
+    if not found:
+        why = _REFUSED.get(hits[0].owner, "it is not a linear projection")
+        raise AdapterError("TT503", where, f"must not be trained: {why}", value=word,
+                           hint="remove it from target_modules")
+    return found
+
+
+def _selects(word: str, p: ParamSpec, where: str) -> bool:
+    """Whether one literal name, shell pattern or `re:` expression names the parameter's module."""
+    module = _module(p)
+    if word.startswith("re:"):
+        try:
+            return re.fullmatch(word[3:], module) is not None
+        except re.error as error:
+            raise AdapterError("TT501", where, f"is not a regular expression: {error}",
+                               value=word) from error
+    if any(mark in word for mark in "*?["):
+        leaf = module.rsplit(".", 1)[-1]
+        return fnmatch.fnmatchcase(module, word) or fnmatch.fnmatchcase(leaf, word)
+    if f".{module}".endswith(f".{word}"):
+        return True
+    # A parent's name selects nothing trainable, but `indexer` or `router` deserves its own answer.
+    return not _is_trainable(p) and f".{word}." in f".{module}."
+
+
+def _is_trainable(p: ParamSpec) -> bool:
+    return p.owner in _LAYER_KIND and len(p.shape) == 2 and p.name.endswith(".weight")
+
+
+def _module(p: ParamSpec) -> str:
+    return p.name.removesuffix(".weight")
+
+
+def _leaf(p: ParamSpec) -> str:
+    return _leaf_of(_module(p))
+
+
+def _leaf_of(module: str) -> str:
+    parent, leaf = module.rsplit(".", 2)[-2:]
+    return f"{parent}.{leaf}" if parent == "shared_experts" else leaf
+
+
+def _nearest(params: Sequence[ParamSpec], word: str) -> str:
+    """Names that a word may have meant, then all that can be targeted."""
+    leaves = list(dict.fromkeys(_module(p).rsplit(".", 1)[-1] for p in params if _is_trainable(p)))
+    names = [*leaves, *GROUPS]
+    near = difflib.get_close_matches(word.rsplit(".", 1)[-1], names, n=3, cutoff=0.5)
+    meant = f"did you mean {', '.join(near)}? " if near else ""
+    return f"{meant}modules: {', '.join(leaves)}; groups: {', '.join(GROUPS)}"
