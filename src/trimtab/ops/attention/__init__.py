@@ -1,0 +1,1 @@
+"""Causal softmax attention over packs, dense or over selected keys, and the indexer."""

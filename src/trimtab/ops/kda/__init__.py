@@ -1,0 +1,1 @@
+"""Kimi Delta Attention: gate, recurrence (the equation), chunked form, single step."""

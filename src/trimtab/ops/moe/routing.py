@@ -1,0 +1,58 @@
+"""Token-choice routing with a selection bias and optional groups.
+
+    s = sigmoid(logits);  c = s + bias             the bias only affects the selection
+    idx = top-A of c (within the best groups);  w = s[idx]
+    w <- w / (sum w + 1e-20) if renormalised;  w <- w * scale
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RouterRule:
+    """The constants of a router: A experts of E, in `groups` of which `topk_groups` are kept."""
+
+    top_k: int
+    groups: int
+    topk_groups: int
+    renormalise: bool
+    scale: float
+
+
+def select_experts(scores: Tensor, bias: Tensor, rule: RouterRule) -> Tensor:
+    """Ids of the selected experts.
+
+    Args:
+        scores: [T, E], after the sigmoid.
+        bias: [E].
+        rule: constants.
+
+    Returns:
+        [T, A] int64, ascending in each row, so that sums over experts have one order.
+    """
+    choice = scores.detach() + bias.to(scores.dtype)
+    if rule.groups > 1:
+        grouped = choice.unflatten(-1, (rule.groups, -1))
+        group_score = grouped.topk(2, dim=-1).values.sum(-1)
+        kept = top_indices(group_score, rule.topk_groups)
+        closed = torch.ones_like(group_score, dtype=torch.bool).scatter_(-1, kept, False)
+        choice = grouped.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(-2)
+    return top_indices(choice, rule.top_k).sort(dim=-1).values
+
+
+def expert_weights(scores: Tensor, ids: Tensor, rule: RouterRule) -> Tensor:
+    """Weights [T, A] of the selected experts; the gradient flows through the scores."""
+    weights = scores.gather(-1, ids)
+    if rule.renormalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * rule.scale
+
+
+def top_indices(values: Tensor, k: int) -> Tensor:
+    """Indices of the k largest along the last dimension; of equal values the lowest index wins."""
+    return torch.sort(values, dim=-1, descending=True, stable=True).indices[..., :k]
