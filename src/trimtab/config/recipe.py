@@ -1,0 +1,428 @@
+"""The recipe: every value a run depends on, checked when it is read and frozen afterwards.
+
+Knows: keys, defaults, ranges and which values contradict. Does not know: YAML, files, models.
+
+Pydantic reports all faults of a document in one pass; `config.load` turns them into errors with
+file and line. A rule that a type cannot express is raised through `_fault` with its error code.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+Branch = Literal[
+    "attention", "linear_attention", "sparse_attention", "dense_ffn", "shared_experts", "latent",
+    "projector",
+]  # fmt: skip
+BaseDtype = Literal["native", "bf16", "fp32"]
+ComputeDtype = Literal["auto", "bf16", "fp32", "fp64"]
+Scheduler = Literal["cosine", "linear", "constant"]
+Overlong = Literal["truncate", "skip", "error"]
+Metric = Literal["exact_match", "bits_per_byte"]
+Kind = Literal["generate", "loss"]
+_METRIC_OF_KIND: dict[Kind, Metric] = {"generate": "exact_match", "loss": "bits_per_byte"}
+
+
+def _fault(code: str, key: str, rule: str, hint: str = "") -> PydanticCustomError:
+    """A fault of `key` (dotted, below the section that raises) with one of our codes."""
+    context = {"code": code, "key": key, "rule": rule, "hint": hint}
+    return PydanticCustomError("trimtab", "{rule}", context)
+
+
+def _no_bool(value: object) -> object:
+    """YAML reads `yes` and `on` as true, which Python would take for the number 1."""
+    if isinstance(value, bool):
+        raise _fault("TT102", "", "must be a number, not true or false")
+    return value
+
+
+def _not_yet(key: str, value: object, allowed: object) -> None:
+    if value != allowed:
+        raise _fault("TT102", key, "is not supported yet", f"leave it at {allowed}")
+
+
+Int = Annotated[int, Field(strict=True)]
+PositiveInt = Annotated[int, Field(strict=True, ge=1)]
+Number = Annotated[float, BeforeValidator(_no_bool), Field(allow_inf_nan=False)]
+Positive = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, le=1)]
+Word = Annotated[str, Field(min_length=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSection(_Section):
+    """Which weights to adapt.
+
+    Attributes:
+        path: local directory, `s3://` or another fsspec URL, or hub id.
+        revision: revision of a hub id.
+    """
+
+    path: Word
+    revision: Word | None = None
+
+
+class LoRASection(_Section):
+    """The adapter: update = scaling * B A x with A [rank, in] and B [out, rank].
+
+    Attributes:
+        rank: r.
+        alpha: scaling numerator; the factor is alpha / rank, or alpha / sqrt(rank) for rslora.
+        dropout: probability of dropping an input feature of A.
+        target_modules: module names, patterns or group words.
+        experts: adapters on routed experts; only `none` so far.
+        scaling: `standard` or `rslora`.
+    """
+
+    rank: Annotated[int, Field(strict=True, ge=1, le=4096)] = 32
+    alpha: Positive = 64.0
+    dropout: Annotated[float, BeforeValidator(_no_bool), Field(ge=0, lt=1)] = 0.05
+    target_modules: Annotated[tuple[Word, ...], Field(min_length=1)] = (
+        "q_proj", "k_proj", "v_proj", "o_proj",
+    )  # fmt: skip
+    experts: Literal["none", "per_expert", "shared_outer"] = "none"
+    scaling: Literal["standard", "rslora"] = "standard"
+
+    @field_validator("experts")
+    @classmethod
+    def _experts(cls, value: str) -> str:
+        _not_yet("", value, "none")
+        return value
+
+
+class OptimizerSection(_Section):
+    """AdamW and its schedule.
+
+    Attributes:
+        lr: peak learning rate.
+        lr_by_branch: group word to learning rate, in place of `lr`.
+        scheduler: curve after the warm-up, down to zero (constant: not at all).
+        warmup_ratio: share of the steps with a linear rise.
+        weight_decay: decoupled weight decay.
+        max_grad_norm: global gradient norm above which gradients are scaled down.
+        lora_b_lr_ratio: learning rate of B over that of A.
+    """
+
+    lr: Positive = 1e-4
+    lr_by_branch: dict[Branch, Positive] = {}
+    scheduler: Scheduler = "cosine"
+    warmup_ratio: Share = 0.03
+    weight_decay: Annotated[float, BeforeValidator(_no_bool), Field(ge=0, allow_inf_nan=False)] = (
+        0.0
+    )
+    max_grad_norm: Positive = 1.0
+    lora_b_lr_ratio: Positive = 1.0
+
+
+class VisionSection(_Section):
+    """Training of the vision parts.
+
+    A run on text has no images, so that `projector: lora` makes no adapter there; the run says so.
+    """
+
+    tower: Literal["frozen", "lora", "full"] = "frozen"
+    projector: Literal["frozen", "lora", "full"] = "lora"
+
+    @field_validator("tower")
+    @classmethod
+    def _tower(cls, value: str) -> str:
+        _not_yet("", value, "frozen")
+        return value
+
+    @field_validator("projector")
+    @classmethod
+    def _projector(cls, value: str) -> str:
+        if value == "full":
+            raise _fault("TT102", "", "full is not supported yet", "use lora or frozen")
+        return value
+
+
+class BatchSection(_Section):
+    """Sizes in tokens of the whole job, independent of the number of ranks.
+
+    Attributes:
+        tokens_per_step: tokens between two optimizer steps, pads included.
+        micro_batch_tokens: tokens of one forward and backward pass; the quotient is accumulated.
+    """
+
+    tokens_per_step: PositiveInt = 8192
+    micro_batch_tokens: PositiveInt = 4096
+
+    @model_validator(mode="after")
+    def _divides(self) -> BatchSection:
+        if self.tokens_per_step % self.micro_batch_tokens:
+            raise _fault(
+                "TT105", "tokens_per_step",
+                f"must be a multiple of micro_batch_tokens ({self.micro_batch_tokens})",
+            )  # fmt: skip
+        return self
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.tokens_per_step // self.micro_batch_tokens
+
+
+class SourceSection(_Section):
+    """One JSONL file of records with `messages`, `prompt` and `completion`, or `text`."""
+
+    path: Word
+
+
+class DataSection(_Section):
+    """What is trained on.
+
+    Attributes:
+        domain: records of the new task.
+        general: records that keep general ability; may be left out with domain_ratio 1.
+        domain_ratio: share of the tokens, before packing, that come from `domain`.
+        general_ratio: the rest.
+        max_seq_len: length of every pack and longest record, in tokens.
+        packing: several records share a pack; otherwise each is padded alone.
+        overlong: what happens to a record longer than max_seq_len.
+        on_error: `skip` drops (and counts) unreadable records instead of stopping.
+    """
+
+    domain: SourceSection
+    general: SourceSection | None = None
+    domain_ratio: Share = 0.8
+    general_ratio: Share = 0.2
+    max_seq_len: Annotated[int, Field(strict=True, ge=2)] = 1024
+    packing: bool = True
+    overlong: Overlong = "truncate"
+    on_error: Literal["error", "skip"] = "error"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complement(cls, data: object) -> object:
+        """A ratio left out is what the given one leaves; without `general`, all is domain."""
+        if not isinstance(data, dict):
+            return data
+        given = {k for k in ("domain_ratio", "general_ratio") if k in data}
+        if not given and data.get("general") is None:
+            return {**data, "domain_ratio": 1.0, "general_ratio": 0.0}
+        if len(given) == 1:
+            key = given.pop()
+            other = "general_ratio" if key == "domain_ratio" else "domain_ratio"
+            try:
+                rest = round(1.0 - float(data[key]), 12)
+            except (TypeError, ValueError):
+                rest = -1.0
+            # A value out of range is left to the field's own check.
+            return {**data, other: rest if 0 <= rest <= 1 else 0.0}
+        return data
+
+    @model_validator(mode="after")
+    def _ratios(self) -> DataSection:
+        total = self.domain_ratio + self.general_ratio
+        if abs(total - 1.0) > 1e-6:
+            raise _fault(
+                "TT105", "general_ratio",
+                f"domain_ratio {self.domain_ratio:g} and general_ratio {self.general_ratio:g} "
+                f"add to {total:g}; they must add to 1",
+                "leave one of the two out and it is filled in",
+            )  # fmt: skip
+        if self.general is None and self.general_ratio > 0:
+            raise _fault(
+                "TT105", "general_ratio", "is above 0 but `general` names no file",
+                "add `general: {path: ...}` or set domain_ratio to 1",
+            )  # fmt: skip
+        return self
+
+
+class FinetuneSection(_Section):
+    """How the adapter is trained.
+
+    Attributes:
+        method: only `lora`.
+        base_dtype: how the frozen weights are kept; `native` keeps 4-bit experts packed.
+        compute_dtype: of activations; `auto` is fp32 on a CPU and bf16 elsewhere.
+        lora: the adapter.
+        optimizer: AdamW and schedule.
+        vision: vision parts.
+        recompute: `layer` recomputes activations in the backward pass, layer by layer.
+        steps: optimizer steps; give this or `epochs`.
+        epochs: passes over the domain records.
+        batch: sizes in tokens.
+        data: records.
+    """
+
+    method: Literal["lora"] = "lora"
+    base_dtype: BaseDtype = "bf16"
+    compute_dtype: ComputeDtype = "auto"
+    lora: LoRASection = LoRASection()
+    optimizer: OptimizerSection = OptimizerSection()
+    vision: VisionSection = VisionSection()
+    recompute: Literal["none", "layer", "selective"] = "layer"
+    steps: PositiveInt | None = None
+    epochs: Positive | None = None
+    batch: BatchSection = BatchSection()
+    data: DataSection
+
+    @field_validator("recompute")
+    @classmethod
+    def _recompute(cls, value: str) -> str:
+        if value == "selective":
+            raise _fault("TT102", "", "selective is not supported yet", "use layer or none")
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_length(cls, data: object) -> object:
+        """Train 200 steps where the recipe states no length."""
+        if isinstance(data, dict) and data.get("steps") is None and data.get("epochs") is None:
+            return {**data, "steps": 200}
+        return data
+
+    @model_validator(mode="after")
+    def _lengths(self) -> FinetuneSection:
+        if self.steps is not None and self.epochs is not None:
+            raise _fault(
+                "TT105", "epochs", "is given beside `steps`; a run has one length",
+                "remove one, or set it to null",
+            )  # fmt: skip
+        if self.batch.micro_batch_tokens % self.data.max_seq_len:
+            raise _fault(
+                "TT105", "batch.micro_batch_tokens",
+                f"{self.batch.micro_batch_tokens} is not a multiple of data.max_seq_len "
+                f"({self.data.max_seq_len}); a micro-batch is a whole number of packs",
+                f"set it to {self.data.max_seq_len} or a multiple, and tokens_per_step likewise",
+            )  # fmt: skip
+        return self
+
+
+class ParallelSection(_Section):
+    """Degrees of parallelism; one device so far, hence all 1."""
+
+    ep: PositiveInt = 1
+    dp_shard: PositiveInt = 1
+    tp: PositiveInt = 1
+    pp: PositiveInt = 1
+    cp: PositiveInt = 1
+    dispatcher: Literal["auto"] = "auto"
+    capacity_factor: Positive | None = None
+
+    @field_validator("ep", "dp_shard", "tp", "pp", "cp")
+    @classmethod
+    def _one(cls, value: int) -> int:
+        _not_yet("", value, 1)
+        return value
+
+    @field_validator("capacity_factor")
+    @classmethod
+    def _dropless(cls, value: float | None) -> float | None:
+        _not_yet("", value, None)
+        return value
+
+
+class TaskSection(_Section):
+    """One held-out set.
+
+    Attributes:
+        name: how reports call it.
+        path: JSONL file, same records as for training.
+        kind: `generate` an answer and compare it, or measure the `loss` of the text.
+        metric: `exact_match` of generated answers, or `bits_per_byte` of the text.
+        max_new_tokens: longest generated answer.
+        limit: use only the first records.
+    """
+
+    name: Word
+    path: Word
+    kind: Kind
+    metric: Metric
+    max_new_tokens: PositiveInt = 64
+    limit: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _pair(self) -> TaskSection:
+        if _METRIC_OF_KIND[self.kind] != self.metric:
+            raise _fault("TT105", "metric", f"must be {_METRIC_OF_KIND[self.kind]} for this kind")
+        return self
+
+
+def _with_task_defaults(kind: Kind) -> BeforeValidator:
+    """Fill name, kind and metric of a task; a plain string is its path."""
+
+    def fill(value: object) -> object:
+        if isinstance(value, str):
+            value = {"path": value}
+        if not isinstance(value, dict):
+            return value
+        filled = dict(value)
+        filled.setdefault("kind", kind)
+        for name, metric in _METRIC_OF_KIND.items():
+            if filled["kind"] == name:
+                filled.setdefault("metric", metric)
+        if isinstance(filled.get("path"), str):
+            stem = filled["path"].rsplit("/", 1)[-1].split(".", 1)[0]
+            filled.setdefault("name", stem or "task")
+        return filled
+
+    return BeforeValidator(fill)
+
+
+class GateSection(_Section):
+    """Limits an adapter must keep, each compared with its confidence bound.
+
+    Attributes:
+        min_domain_gain: least rise of the domain scores, absolute.
+        max_general_loss: greatest rise of the general loss, in bits per byte.
+    """
+
+    min_domain_gain: Number = 0.0
+    max_general_loss: Number = 0.01
+
+
+class EvaluateSection(_Section):
+    """Held-out sets and the gate; empty lists evaluate nothing."""
+
+    domain: tuple[Annotated[TaskSection, _with_task_defaults("generate")], ...] = ()
+    general: tuple[Annotated[TaskSection, _with_task_defaults("loss")], ...] = ()
+    gate: GateSection = GateSection()
+
+
+class CheckpointSection(_Section):
+    """Saved training states.
+
+    Attributes:
+        every_steps: steps between two saved states.
+        keep: how many states stay on disk.
+    """
+
+    every_steps: PositiveInt = 50
+    keep: PositiveInt = 2
+
+
+def _auto_is_default(value: object) -> object:
+    return {} if value == "auto" else value
+
+
+class Recipe(_Section):
+    """A whole run.
+
+    Attributes:
+        model: weights to adapt.
+        finetune: training.
+        parallel: degrees, or the word `auto`.
+        evaluate: held-out sets and gate.
+        checkpoint: saved states.
+        track: where metrics go; `jsonl` is a file in the output directory.
+        output: run directory.
+        seed: of data order, adapter initialisation and dropout.
+    """
+
+    model: ModelSection
+    finetune: FinetuneSection
+    parallel: Annotated[ParallelSection, BeforeValidator(_auto_is_default)] = ParallelSection()
+    evaluate: EvaluateSection = EvaluateSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    track: tuple[Literal["jsonl"], ...] = ("jsonl",)
+    output: Word
+    seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 17
