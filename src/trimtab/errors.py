@@ -161,6 +161,8 @@ ERROR_DOCS: dict[str, ErrorDoc] = _docs(
      "Choose another directory or remove that one."),
     ("TT310", "bad number in weights", "A tensor holds NaN, infinity or an invalid scale.",
      "Copy the file again; if the source has it too, report it there."),
+    ("TT311", "disk too small", "The disk lacks the space that the output needs.",
+     "Free space, or write to another disk."),
     # 4xx: data
     ("TT401", "bad record", "A line of a data file is not valid JSON or lacks a needed field.",
      "Mend the line that the message names."),

@@ -1,0 +1,22 @@
+"""The marker of a directory that a writer of ours has begun and not finished.
+
+Knows: the marker's name and how to refuse a directory that has it. Does not know: torch, what
+is written (see `manifest`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trimtab.errors import CheckpointError
+
+MARKER_NAME = ".trimtab-incomplete"
+
+
+def refuse_incomplete(directory: Path) -> None:
+    """Raise TT305 if the writing of this directory was never finished."""
+    if (directory / MARKER_NAME).exists():
+        raise CheckpointError(
+            "TT305", str(directory), "was not written to its end and cannot be read",
+            hint="run the command that writes it again; it starts over by itself",
+        )

@@ -1,0 +1,242 @@
+"""Sources: a checkpoint's config, tensor table and bytes, wherever they lie.
+
+Knows: local directories, single files, fsspec URLs, hub ids, the safetensors index.
+Does not know: torch, what tensors mean, how a model is built.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from trimtab.checkpoint.files import FileStore, LocalStore, RemoteStore
+from trimtab.checkpoint.headers import TensorEntry, read_header
+from trimtab.checkpoint.marker import refuse_incomplete
+from trimtab.errors import ArchError, CheckpointError
+
+INDEX_NAME = "model.safetensors.index.json"
+MAX_JSON_BYTES = 256 * 2**20
+_SAMPLE_BYTES = 4096
+_REMOTE_THREADS = 8
+
+
+class Source:
+    """A checkpoint that can be asked for its config, its tensors and ranges of their bytes.
+
+    Args:
+        store: where the files lie.
+        only_file: the single safetensors file to read, None for a whole directory.
+    """
+
+    def __init__(self, store: FileStore, only_file: str | None = None) -> None:
+        self._store = store
+        self._only_file = only_file
+        self._entries: dict[str, TensorEntry] | None = None
+
+    @property
+    def where(self) -> str:
+        """Directory or URL, for messages."""
+        return self._store.root
+
+    def config(self) -> dict[str, Any]:
+        """The parsed config.json.
+
+        Raises:
+            CheckpointError: TT307 if there is none.
+            ArchError: TT204 if it is not a JSON object.
+        """
+        if not self.has_file("config.json"):
+            raise CheckpointError(
+                "TT307", self.where, "has no config.json",
+                hint="name a directory with config.json and *.safetensors",
+            )
+        return self._json("config.json")
+
+    def has_weights(self) -> bool:
+        """Whether there is anything for `entries` to read."""
+        return bool(self._only_file or self.has_file(INDEX_NAME) or self._weight_files())
+
+    def has_file(self, name: str) -> bool:
+        """Whether a file of this name is in the directory."""
+        return self._store.size(name) is not None
+
+    def read_file(self, name: str, limit: int = MAX_JSON_BYTES) -> bytes:
+        """All bytes of a small file such as config.json or tokenizer.json.
+
+        Raises:
+            CheckpointError: TT307 if it is missing, TT301 if it is above `limit` bytes.
+        """
+        size = self._store.size(name)
+        if size is None:
+            raise CheckpointError("TT307", f"{self.where}/{name}", "does not exist")
+        if size > limit:
+            raise CheckpointError("TT301", f"{self.where}/{name}", f"must be at most {limit} bytes",
+                                  value=size)
+        return bytes(self._store.read_at(name, 0, size))
+
+    def entries(self) -> Mapping[str, TensorEntry]:
+        """Every tensor of every weight file, read from the headers once.
+
+        Raises:
+            CheckpointError: TT301 damaged file, TT302 file or tensor that the index names is
+                missing, TT307 no weights, TT308 two files hold the same tensor.
+        """
+        if self._entries is None:
+            self._entries = self._read_entries()
+        return self._entries
+
+    def read(self, name: str, start: int = 0, length: int | None = None) -> bytearray:
+        """Bytes `start` to `start + length` of a tensor, to its end without `length`.
+
+        Raises:
+            CheckpointError: TT302 if there is no such tensor, TT301 if the file ends early.
+        """
+        entry = self.entries().get(name)
+        if entry is None:
+            raise CheckpointError("TT302", f"{self.where}: {name}", "tensor is in no file")
+        length = entry.num_bytes - start if length is None else length
+        if start < 0 or length < 0 or start + length > entry.num_bytes:
+            raise ValueError(f"{name}: range {start}+{length} is outside {entry.num_bytes} bytes")
+        raw = self._store.read_at(entry.file, entry.begin + start, length)
+        if len(raw) != length:
+            rule = f"expected {length} bytes at {entry.begin + start}, found {len(raw)}"
+            raise CheckpointError("TT301", f"{self.where}/{entry.file}", rule)
+        return raw
+
+    def files(self) -> tuple[str, ...]:
+        """Names of the weight files in use, sorted."""
+        return tuple(sorted({entry.file for entry in self.entries().values()}))
+
+    def fingerprint(self) -> str:
+        """Hash of all headers and of three small samples of each weight file's bytes.
+
+        The same weights under the same file names give the same value; no file is read whole.
+        """
+        digest = hashlib.sha256()
+        spans: dict[str, tuple[int, int]] = {}
+        for name, entry in sorted(self.entries().items()):
+            digest.update(f"{name} {entry}\n".encode())
+            low, high = spans.get(entry.file, (entry.begin, entry.end))
+            spans[entry.file] = (min(low, entry.begin), max(high, entry.end))
+        for file, (low, high) in sorted(spans.items()):
+            count = min(_SAMPLE_BYTES, high - low)
+            for offset in (low, (low + high - count) // 2, high - count):
+                digest.update(self._store.read_at(file, offset, count))
+        return digest.hexdigest()
+
+    def _json(self, name: str) -> dict[str, Any]:
+        raw = self.read_file(name)
+        try:
+            value = json.loads(raw)
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            raise ArchError("TT204", f"{self.where}/{name}", f"not valid JSON: {error}") from error
+        if not isinstance(value, dict):
+            kind = type(value).__name__
+            raise ArchError("TT204", f"{self.where}/{name}", f"must be a JSON object, is {kind}")
+        return value
+
+    def _weight_files(self) -> list[str]:
+        listed = self._store.list()
+        if listed is None:  # plain HTTP has no listing
+            return ["model.safetensors"] if self.has_file("model.safetensors") else []
+        return sorted(name for name in listed if name.endswith(".safetensors"))
+
+    def _index(self) -> dict[str, str] | None:
+        if self._only_file or not self.has_file(INDEX_NAME):
+            return None
+        where = f"{self.where}/{INDEX_NAME}"
+        weight_map = self._json(INDEX_NAME).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError("TT301", where, "weight_map must be a non-empty object")
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or not _stays_inside(file):
+                rule = "file must be a relative path inside the directory"
+                raise CheckpointError("TT301", f"{where}: {name}", rule, value=file)
+        return weight_map
+
+    def _read_entries(self) -> dict[str, TensorEntry]:
+        index = self._index()
+        if index is not None:
+            files = sorted(set(index.values()))
+        else:
+            files = [self._only_file] if self._only_file else self._weight_files()
+        if not files:
+            raise CheckpointError(
+                "TT307", self.where, "holds no *.safetensors file",
+                hint="name a directory with config.json and *.safetensors",
+            )
+        merged: dict[str, TensorEntry] = {}
+        for header in self._read_headers(files):
+            for name, entry in header.items():
+                if name in merged:
+                    rule = f"is in {merged[name].file} and in {entry.file}"
+                    hint = "remove the stale file; the index names the right one"
+                    raise CheckpointError("TT308", f"{self.where}: {name}", rule, hint=hint)
+                merged[name] = entry
+        for name, file in (index or {}).items():
+            if name not in merged or merged[name].file != file:
+                rule = f"the index places it in {file}, which does not hold it"
+                raise CheckpointError("TT302", f"{self.where}: {name}", rule,
+                                      hint="download the index and that file again")
+        return merged
+
+    def _read_headers(self, files: list[str]) -> list[dict[str, TensorEntry]]:
+        if isinstance(self._store, LocalStore) or len(files) == 1:
+            return [self._read_one_header(file) for file in files]
+        with ThreadPoolExecutor(_REMOTE_THREADS) as pool:
+            return list(pool.map(self._read_one_header, files))
+
+    def _read_one_header(self, file: str) -> dict[str, TensorEntry]:
+        size = self._store.size(file)
+        if size is None:
+            raise CheckpointError(
+                "TT302", f"{self.where}/{file}", "the index names this file, it does not exist",
+                hint="download the missing file",
+            )
+        return read_header(partial(self._store.read_at, file), size, file)
+
+
+def open_source(path: str | Path) -> Source:
+    """Open a checkpoint for reading.
+
+    Args:
+        path: local directory, one .safetensors file, any fsspec URL (`https://`, `s3://`,
+            `obs://`, `memory://`, ...), or a hub id `owner/name` if no such directory exists.
+
+    Raises:
+        CheckpointError: TT307 if nothing is there, TT305 if a writer of ours left it incomplete,
+            TT604 if the URL needs a package that is not installed.
+    """
+    text = str(path)
+    if "://" in text:
+        return _open_remote(text)
+    local = Path(path).expanduser()
+    if local.is_dir():
+        refuse_incomplete(local)
+        return Source(LocalStore(local))
+    if local.is_file():
+        if local.suffix != ".safetensors":
+            raise CheckpointError("TT307", text, "must be a directory or a .safetensors file")
+        return Source(LocalStore(local.parent), local.name)
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", text) and not local.parent.is_dir():
+        return _open_remote(f"hf://{text}")
+    raise CheckpointError("TT307", text, "does not exist",
+                          hint="name a directory with config.json and *.safetensors")
+
+
+def _open_remote(url: str) -> Source:
+    head, _, tail = url.rstrip("/").rpartition("/")
+    if tail.endswith(".safetensors"):
+        return Source(RemoteStore(head), tail)
+    return Source(RemoteStore(url.rstrip("/")))
+
+
+def _stays_inside(file: str) -> bool:
+    parts = PurePosixPath(file)
+    return bool(file) and not parts.is_absolute() and ".." not in parts.parts and "\\" not in file
