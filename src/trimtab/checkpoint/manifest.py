@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -239,8 +240,6 @@ def inventory_hash(arch: ArchSpec) -> str:
 
 def require_free_space(dst: str | Path, num_bytes: int) -> None:
     """Raise TT311 if the disk of `dst` lacks `num_bytes` and a small reserve."""
-    import shutil
-
     parent = Path(dst).absolute()
     while not parent.exists():
         parent = parent.parent
@@ -283,7 +282,10 @@ def _remove_unfinished(directory: Path) -> None:
     if not marker.exists():
         return
     for name in marker.read_text().splitlines():
-        (directory / name).unlink(missing_ok=True)
+        path = directory / name
+        path.unlink(missing_ok=True)
+        if path.parent != directory and path.parent.is_dir() and not any(path.parent.iterdir()):
+            path.parent.rmdir()
     (directory / MANIFEST_NAME).unlink(missing_ok=True)
     marker.unlink()
 

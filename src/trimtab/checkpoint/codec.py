@@ -1,0 +1,156 @@
+"""Codec: the rules of StoredTensor executed on tensors, in both directions.
+
+Knows: bytes <-> tensors, stored form <-> the part of a parameter. Does not know: files, models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trimtab.arch.maps import stored_tensors
+from trimtab.arch.params import ParamSpec, inventory
+from trimtab.arch.spec import ArchSpec
+from trimtab.arch.stored import StoredTensor
+from trimtab.errors import CheckpointError
+from trimtab.ops import mxfp4
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_E8M0_NAN = 255
+
+PartFor = Callable[[ParamSpec, tuple[int, ...]], Tensor]
+TensorFor = Callable[[StoredTensor], Tensor]
+Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part `param[index]` of a parameter with the one or two stored tensors that hold it."""
+
+    param: ParamSpec
+    index: tuple[int, ...]
+    stored: tuple[StoredTensor, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical shape of the part."""
+        return self.param.shape[len(self.index):]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the part."""
+        total = 1
+        for extent in self.shape:
+            total *= extent
+        return total
+
+
+def parts(arch: ArchSpec) -> tuple[Part, ...]:
+    """Every part of every parameter, in the order of the stored tensors."""
+    params = {param.name: param for param in inventory(arch)}
+    grouped: dict[tuple[str, tuple[int, ...]], list[StoredTensor]] = {}
+    for stored in stored_tensors(arch):
+        grouped.setdefault((stored.param, stored.index), []).append(stored)
+    return tuple(
+        Part(params[name], index, tuple(stored)) for (name, index), stored in grouped.items()
+    )
+
+
+def to_tensor(raw: bytearray, dtype: str, shape: Sequence[int]) -> Tensor:
+    """Tensor over the bytes of `raw`, which it keeps; `dtype` is the safetensors name."""
+    if not raw:
+        return torch.empty(tuple(shape), dtype=TORCH_DTYPES[dtype])
+    return torch.frombuffer(raw, dtype=TORCH_DTYPES[dtype]).reshape(tuple(shape))
+
+
+def to_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor as a safetensors file holds them (row-major, little-endian)."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def check_finite(tensor: Tensor, stored: StoredTensor, where: str) -> None:
+    """Raise TT310 if a stored tensor holds NaN, infinity or a NaN scale."""
+    if stored.transform == "mxfp4_scale":
+        bad = tensor == _E8M0_NAN
+        rule = "a block scale of 255 is NaN"
+    elif tensor.is_floating_point():
+        bad = ~torch.isfinite(tensor)
+        rule = "must be finite"
+    else:
+        return
+    count = int(bad.sum())
+    if count:
+        first = bad.nonzero()[0].tolist()
+        raise CheckpointError(
+            "TT310", f"{where}: {stored.name}", f"{rule}; {count} such values, first at {first}",
+            hint="copy the file again; if the source has it too, report it there",
+        )
+
+
+def decode_part(part: Part, read: TensorFor, dtype: torch.dtype | None = None) -> Tensor:
+    """The logical part from its stored tensors.
+
+    Args:
+        part: what to decode.
+        read: gives a stored tensor in its stored dtype and shape.
+        dtype: of the result; None keeps the stored dtype, BF16 for mxfp4.
+
+    Returns:
+        Tensor of shape `part.shape`.
+    """
+    by_rule = {stored.transform: stored for stored in part.stored}
+    if "mxfp4_packed" in by_rule:
+        packed, scale = read(by_rule["mxfp4_packed"]), read(by_rule["mxfp4_scale"])
+        return mxfp4.decode(packed, scale, dtype or torch.bfloat16).reshape(part.shape)
+    (stored,) = part.stored
+    value = read(stored)
+    if stored.transform == "pad_tail":
+        value = value.reshape(-1)[: part.numel]
+    value = value.reshape(part.shape)
+    return value if dtype is None else value.to(dtype)
+
+
+def encode_plain(stored: StoredTensor, value: Tensor) -> Tensor:
+    """The stored form of a part for every rule but mxfp4."""
+    value = value.to(TORCH_DTYPES[stored.dtype])
+    if stored.transform == "pad_tail":
+        padded = torch.zeros(stored.shape, dtype=value.dtype)
+        padded.view(-1)[: value.numel()] = value.reshape(-1)
+        return padded
+    return value.reshape(stored.shape)
+
+
+class StoredFromParts:
+    """Gives stored tensors from logical parts; packed and scale of one part are encoded once.
+
+    Args:
+        arch: the architecture that is written.
+        part_for: gives `param[index]`, floating, of shape `Part.shape`.
+    """
+
+    def __init__(self, arch: ArchSpec, part_for: PartFor) -> None:
+        self._params = {param.name: param for param in inventory(arch)}
+        self._part_for = part_for
+        self._last: tuple[tuple[str, tuple[int, ...]], tuple[Tensor, Tensor]] | None = None
+
+    def __call__(self, stored: StoredTensor) -> Tensor:
+        """The stored tensor in its stored dtype and shape."""
+        param = self._params[stored.param]
+        if stored.transform not in ("mxfp4_packed", "mxfp4_scale"):
+            return encode_plain(stored, self._part_for(param, stored.index))
+        key = (stored.param, stored.index)
+        if self._last is None or self._last[0] != key:
+            self._last = (key, mxfp4.encode(self._part_for(param, stored.index)))
+        return self._last[1][0 if stored.transform == "mxfp4_packed" else 1].reshape(stored.shape)

@@ -1,0 +1,172 @@
+"""A source reads the same tensors from a directory, a file and a URL, and refuses bad indexes."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import re
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from trimtab.checkpoint.marker import MARKER_NAME
+from trimtab.checkpoint.source import INDEX_NAME, open_source
+from trimtab.errors import ArchError, CheckpointError
+
+
+def _sharded(root: Path) -> Path:
+    root.mkdir(exist_ok=True)
+    save_file({"a": torch.arange(10.0)}, root / "one.safetensors")
+    save_file({"b": torch.arange(6, dtype=torch.int32)}, root / "two.safetensors")
+    _index(root, {"a": "one.safetensors", "b": "two.safetensors"})
+    (root / "config.json").write_text('{"model_type": "x"}')
+    return root
+
+
+def _index(root: Path, weight_map: object) -> None:
+    (root / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+
+
+class _RangeHandler(http.server.SimpleHTTPRequestHandler):
+    """Serves files with byte ranges, which the standard handler ignores."""
+
+    use_ranges = True
+
+    def do_GET(self) -> None:
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        path = Path(self.translate_path(self.path))
+        if wanted is None or not path.is_file() or not self.use_ranges:
+            super().do_GET()
+            return
+        body = path.read_bytes()[int(wanted[1]) : int(wanted[2]) + 1]
+        self.send_response(206)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+class _NoRangeHandler(_RangeHandler):
+    use_ranges = False
+
+
+@pytest.fixture(params=[_RangeHandler])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    _sharded(tmp_path / "served")
+    handler = partial(request.param, directory=str(tmp_path))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/served"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_directory_file_and_memory_url_agree(tmp_path: Path) -> None:
+    root = _sharded(tmp_path / "m")
+    memory = fsspec.filesystem("memory")
+    memory.put(str(root), "/source-test", recursive=True)
+    local, remote = open_source(root), open_source("memory://source-test")
+    assert local.config() == remote.config() == {"model_type": "x"}
+    assert dict(local.entries()) == dict(remote.entries())
+    assert local.read("b") == remote.read("b") == torch.arange(6, dtype=torch.int32).numpy().tobytes()
+    assert local.read("a", 4, 8) == remote.read("a", 4, 8) == torch.tensor([1.0, 2.0]).numpy().tobytes()
+    assert local.fingerprint() == remote.fingerprint()
+    assert list(open_source(root / "two.safetensors").entries()) == ["b"]
+
+
+def test_http_reads_ranges_only(url: str) -> None:
+    source = open_source(url)
+    assert source.config() == {"model_type": "x"}
+    assert source.read("a", 8, 4) == torch.tensor([2.0]).numpy().tobytes()
+    assert source.files() == ("one.safetensors", "two.safetensors")
+
+
+@pytest.mark.parametrize("url", [_NoRangeHandler], indirect=True)
+def test_http_server_without_ranges_is_named(url: str) -> None:
+    with pytest.raises(CheckpointError, match="must support ranges"):
+        open_source(url).entries()
+
+
+def test_several_files_without_index(tmp_path: Path) -> None:
+    root = _sharded(tmp_path)
+    (root / INDEX_NAME).unlink()
+    assert sorted(open_source(root).entries()) == ["a", "b"]
+
+
+def test_fingerprint_follows_the_bytes(tmp_path: Path) -> None:
+    root = _sharded(tmp_path)
+    before = open_source(root).fingerprint()
+    save_file({"a": torch.arange(10.0) + 1}, root / "one.safetensors")
+    assert open_source(root).fingerprint() != before
+
+
+def _error(root: Path) -> CheckpointError:
+    with pytest.raises(CheckpointError) as caught:
+        open_source(root).entries()
+    return caught.value
+
+
+def test_index_names_a_missing_file(tmp_path: Path) -> None:
+    root = _sharded(tmp_path)
+    (root / "two.safetensors").unlink()
+    error = _error(root)
+    assert error.code == "TT302"
+    assert "two.safetensors" in str(error)
+
+
+def test_index_names_a_tensor_its_file_lacks(tmp_path: Path) -> None:
+    root = _sharded(tmp_path)
+    _index(root, {"a": "one.safetensors", "b": "one.safetensors"})
+    assert _error(root).code == "TT302"
+
+
+def test_same_tensor_in_two_files(tmp_path: Path) -> None:
+    root = _sharded(tmp_path)
+    save_file({"a": torch.ones(1), "b": torch.ones(1)}, root / "two.safetensors")
+    error = _error(root)
+    assert error.code == "TT308"
+    assert "one.safetensors" in str(error)
+
+
+@pytest.mark.parametrize("file", ["../m/one.safetensors", "/etc/x.safetensors", "", 3, "a\\b"])
+def test_index_may_not_leave_the_directory(tmp_path: Path, file: object) -> None:
+    root = _sharded(tmp_path / "m")
+    _index(root, {"a": file})
+    error = _error(root)
+    assert error.code == "TT301"
+    assert "inside the directory" in str(error)
+
+
+def test_places_without_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        open_source(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match=r"no \*.safetensors"):
+        open_source(tmp_path).entries()
+    with pytest.raises(CheckpointError, match="no config.json"):
+        open_source(tmp_path).config()
+    (tmp_path / "config.json").write_text("{broken")
+    with pytest.raises(ArchError, match="TT204"):
+        open_source(tmp_path).config()
+
+
+def test_unfinished_directory_is_refused(tmp_path: Path) -> None:
+    root = _sharded(tmp_path)
+    (root / MARKER_NAME).touch()
+    with pytest.raises(CheckpointError) as caught:
+        open_source(root)
+    assert caught.value.code == "TT305"
+
+
+def test_unknown_protocol() -> None:
+    with pytest.raises(CheckpointError, match="nosuch"):
+        open_source("nosuch://bucket/model")
