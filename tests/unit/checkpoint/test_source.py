@@ -152,7 +152,7 @@ def test_places_without_a_checkpoint(tmp_path: Path) -> None:
         open_source(tmp_path / "nothing")
     with pytest.raises(CheckpointError, match=r"no \*.safetensors"):
         open_source(tmp_path).entries()
-    with pytest.raises(CheckpointError, match="no config.json"):
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
         open_source(tmp_path).config()
     (tmp_path / "config.json").write_text("{broken")
     with pytest.raises(ArchError, match="TT204"):
