@@ -204,8 +204,8 @@ def _moe(make: _Maker, spec: MoESpec, d: int) -> Iterator[ParamSpec]:
     gate_up, down = (e, 2, f, width), (e, width, f)
     axes = ("expert", "gate_up", "ffn", inner)
     yield make("mlp.experts.gate_up", gate_up, axes, "routed_expert", form=spec.form)
-    axes = ("expert", inner, "ffn")
-    yield make("mlp.experts.down", down, axes, "routed_expert", form=spec.form)
+    down_axes = ("expert", inner, "ffn")
+    yield make("mlp.experts.down", down, down_axes, "routed_expert", form=spec.form)
     if spec.latent is not None:
         if spec.latent.norm_eps is not None:
             yield make("mlp.latent_norm.weight", (width,), ("latent",), "latent")

@@ -1,1 +1,102 @@
-"""One declarative weight map per family: released names <-> our parameters."""
+"""One declarative weight map per family: released names <-> our parameters.
+
+Knows: the table of families and the three questions asked of a map: which tensors are stored,
+what a module is called outside, whether a tensor found in a file is acceptable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from trimtab.arch.maps import kimi_k3, kimi_linear
+from trimtab.arch.maps.rules import WeightMap, original, rename, stored_for
+from trimtab.arch.params import ParamSpec, inventory
+from trimtab.arch.spec import ArchSpec
+from trimtab.arch.stored import StoredTensor
+
+WEIGHT_MAPS: dict[str, WeightMap] = {
+    "kimi_k3": kimi_k3.WEIGHT_MAP,
+    "kimi_linear": kimi_linear.WEIGHT_MAP,
+}
+
+# Owners whose matrices are no Linear modules.
+_NOT_LINEAR = {"embedding", "residual", "norm", "routed_expert"}
+
+
+def iter_stored(arch: ArchSpec) -> Iterator[StoredTensor]:
+    """Every tensor of the released files, in forward order of the parameters they fill."""
+    rules = WEIGHT_MAPS[arch.family].rules
+    for param in inventory(arch):
+        yield from stored_for(param, rules)
+
+
+def stored_tensors(arch: ArchSpec) -> tuple[StoredTensor, ...]:
+    """Every tensor of the released files (K3: 497,220)."""
+    return tuple(iter_stored(arch))
+
+
+def census(arch: ArchSpec) -> Iterator[tuple[ParamSpec, StoredTensor, int]]:
+    """One stored tensor of each kind with the number of its like, for sums without the full list.
+
+    The experts of a layer differ only in their number, so the first stands for all.
+    """
+    rules = WEIGHT_MAPS[arch.family].rules
+    for param in inventory(arch):
+        for tensor in stored_for(param, rules, experts=range(1)):
+            yield param, tensor, param.shape[0] if tensor.index else 1
+
+
+def stored_of(arch: ArchSpec, param: ParamSpec) -> tuple[StoredTensor, ...]:
+    """The stored tensors that fill one parameter."""
+    return tuple(stored_for(param, WEIGHT_MAPS[arch.family].rules))
+
+
+def released_owner(arch: ArchSpec, name: str) -> tuple[str, tuple[int, ...]] | None:
+    """Parameter name and leading indices that a released name would fill; None if no rule fits."""
+    return original(name, WEIGHT_MAPS[arch.family].rules)
+
+
+def module_names(arch: ArchSpec) -> dict[str, str]:
+    """Our Linear modules -> their path in a PEFT directory.
+
+    That path is transformers' in-memory name where it has the family, else the released name.
+
+    >>> from trimtab.arch.load import load_arch
+    >>> from trimtab.arch.presets import preset_config
+    >>> names = module_names(load_arch(preset_config("kimi-linear-tiny")))
+    >>> names["layers.1.mlp.shared_experts.gate_proj"]
+    'model.layers.1.mlp.shared_experts.gate_proj'
+    """
+    weight_map = WEIGHT_MAPS[arch.family]
+    names: dict[str, str] = {}
+    for param in inventory(arch):
+        module, _, leaf = param.name.rpartition(".")
+        if leaf != "weight" or len(param.shape) != 2 or param.owner in _NOT_LINEAR:
+            continue
+        released = rename(param.name, weight_map.rules)
+        if released is None:
+            raise LookupError(f"no rule of the weight map fits {param.name}")
+        names[module] = rename(module, weight_map.module_rules) or released.removesuffix(".weight")
+    return names
+
+
+def accepted_dtypes(arch: ArchSpec, tensor: StoredTensor) -> tuple[str, ...]:
+    """The dtypes a file may have for this tensor, the exact one first."""
+    if tensor.dtype not in ("BF16", "F32"):
+        return (tensor.dtype,)
+    others = WEIGHT_MAPS[arch.family].float_dtypes
+    return (tensor.dtype, *(dtype for dtype in others if dtype != tensor.dtype))
+
+
+def accepts_shape(tensor: StoredTensor, part: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether a file may store this tensor in this shape.
+
+    Args:
+        tensor: the expected tensor.
+        part: shape of the slice of the parameter that it fills.
+        shape: the shape found; a padded vector may have any tail, a reshaped one its plain form.
+    """
+    found = tuple(shape)
+    if tensor.transform == "pad_tail":
+        return len(found) == 1 and found[0] >= part[0]
+    return found == tensor.shape or (tensor.transform == "reshape" and found == tuple(part))

@@ -1,0 +1,92 @@
+"""config.json -> ArchSpec: finds the file and the reader of its family.
+
+Knows: the table of families. Does not know: the fields of any of them (see `readers`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from trimtab.arch.readers import kimi_k3, kimi_linear
+from trimtab.arch.spec import ArchSpec
+from trimtab.errors import ArchError, ConfigError
+
+Reader = Callable[[Mapping[str, object], str], ArchSpec]
+
+# model_type -> reader; the weight map of the same family stands in `maps`.
+READERS: dict[str, Reader] = {"kimi_k3": kimi_k3.read, "kimi_linear": kimi_linear.read}
+
+
+def load_arch(config: Mapping[str, object], source: str = "config.json") -> ArchSpec:
+    """Turn a parsed config.json into an architecture.
+
+    Args:
+        config: the parsed file.
+        source: where it came from, for messages.
+
+    Raises:
+        ArchError: unknown model_type (TT201), a bad field (TT202) or an unknown one (TT203).
+    """
+    if not isinstance(config, Mapping):
+        raise ArchError("TT202", source, "must be a JSON object", value=type(config).__name__)
+    family = config.get("model_type")
+    if not isinstance(family, str):
+        raise ArchError(
+            "TT202", f"{source}: model_type", "must be a string", value=json.dumps(family),
+            hint=f"supported families: {', '.join(READERS)}",
+        )
+    if family not in READERS:
+        near = difflib.get_close_matches(family, READERS, n=1, cutoff=0.5)
+        hint = f"did you mean `{near[0]}`?" if near else "see `trimtab inspect --list`"
+        rule = f"not supported; supported families are {', '.join(READERS)}"
+        raise ArchError("TT201", f"{source}: model_type", rule, value=family, hint=hint)
+    return READERS[family](config, source)
+
+
+def read_arch(path: str | Path) -> ArchSpec:
+    """Read the architecture from a config.json file or from the directory that has one.
+
+    Raises:
+        ArchError: the file is not JSON or cannot be understood.
+        ConfigError: the path does not exist (TT107).
+    """
+    file, config = read_config(path)
+    return load_arch(config, str(file))
+
+
+def read_config(path: str | Path) -> tuple[Path, dict[str, object]]:
+    """The config file that `path` names, and its parsed content.
+
+    Raises:
+        ArchError: not a JSON object (TT204).
+        ConfigError: the path does not exist (TT107).
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / "config.json"
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError("TT107", str(file), "no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("TT107", str(file), f"cannot be read: {error}") from None
+    return file, parse_config(text, str(file))
+
+
+def parse_config(text: str, source: str) -> dict[str, object]:
+    """Parse the text of a config.json.
+
+    Raises:
+        ArchError: not a JSON object (TT204).
+    """
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        where = f"{source}:{error.lineno}"
+        raise ArchError("TT204", where, f"not valid JSON: {error.msg}") from None
+    if not isinstance(config, dict):
+        raise ArchError("TT204", source, "must be a JSON object", value=type(config).__name__)
+    return config
