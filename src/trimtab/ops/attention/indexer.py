@@ -42,6 +42,7 @@ def select_mask(scores: Tensor, visible: Tensor, top_k: int) -> Tensor:
     return above | (equal & (torch.cumsum(equal, -1) <= room))
 
 
+@torch.no_grad()
 def select_keys(
     q: Tensor, k: Tensor, weights: Tensor, top_k: int, borders: PackBorders
 ) -> Tensor:

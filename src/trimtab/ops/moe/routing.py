@@ -24,6 +24,7 @@ class RouterRule:
     scale: float
 
 
+@torch.no_grad()
 def select_experts(scores: Tensor, bias: Tensor, rule: RouterRule) -> Tensor:
     """Ids of the selected experts.
 
@@ -35,7 +36,7 @@ def select_experts(scores: Tensor, bias: Tensor, rule: RouterRule) -> Tensor:
     Returns:
         [T, A] int64, ascending in each row, so that sums over experts have one order.
     """
-    choice = scores.detach() + bias.to(scores.dtype)
+    choice = scores + bias.to(scores.dtype)
     if rule.groups > 1:
         grouped = choice.unflatten(-1, (rule.groups, -1))
         group_score = grouped.topk(2, dim=-1).values.sum(-1)

@@ -1,0 +1,99 @@
+"""ForwardContext: everything a forward pass needs beside the tokens, as one explicit value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from trimtab.models.cache import ModelCache
+from trimtab.models.tape import ChoiceTape
+from trimtab.ops.attention.blockwise import PackBorders, pack_borders
+from trimtab.ops.kda.chunk import CHUNK
+from trimtab.ops.kda.layout import ChunkLayout, chunk_layout
+
+
+@dataclass(frozen=True, slots=True)
+class DropoutKey:
+    """What a LoRA dropout mask depends on beside the module and the token: (seed, step)."""
+
+    seed: int
+    step: int
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """A pack of N sequences in T flat tokens.
+
+    Args:
+        lengths: tokens per sequence, summing to T.
+        device: of the tensors below.
+        valid: [T] bool, False for padding; None where all tokens are real.
+        token_ids: [T] int64, global number of each token in the data stream, for dropout masks.
+        cache: decoding state of the N sequences; the tokens then continue them.
+        tape: records or replays discrete choices.
+        stats: called as stats(layer, tokens_per_expert [E] int64) by every routed layer.
+        observe: called as observe(name, tensor) with hidden states.
+        dropout: set while training; None switches dropout off.
+        recompute: layers are computed again in the backward pass instead of kept.
+    """
+
+    lengths: tuple[int, ...]
+    device: torch.device
+    valid: Tensor | None = None
+    token_ids: Tensor | None = None
+    cache: ModelCache | None = None
+    tape: ChoiceTape | None = None
+    stats: Callable[[int, Tensor], None] | None = None
+    observe: Callable[[str, Tensor], None] | None = None
+    dropout: DropoutKey | None = None
+    recompute: bool = False
+
+    @classmethod
+    def packed(
+        cls, lengths: Sequence[int], device: torch.device | str = "cpu", *,
+        valid: Tensor | None = None, token_ids: Tensor | None = None,
+        cache: ModelCache | None = None, tape: ChoiceTape | None = None,
+        stats: Callable[[int, Tensor], None] | None = None,
+        observe: Callable[[str, Tensor], None] | None = None,
+        dropout: DropoutKey | None = None, recompute: bool = False,
+    ) -> ForwardContext:
+        """A context for sequences of the given lengths; the fields are those of the class."""
+        return cls(
+            tuple(int(n) for n in lengths), torch.device(device), valid, token_ids, cache, tape,
+            stats, observe, dropout, recompute,
+        )
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """[N+1] int32 borders of the sequences."""
+        sizes = torch.tensor((0, *self.lengths), dtype=torch.int32)
+        return torch.cumsum(sizes, 0, dtype=torch.int32).to(self.device)
+
+    @cached_property
+    def borders(self) -> PackBorders:
+        """Sequence starts, for attention."""
+        return pack_borders(self.lengths, self.device)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[T] int64, index of each token among the new tokens of its sequence."""
+        return torch.arange(sum(self.lengths), device=self.device) - self.borders.starts
+
+    @cached_property
+    def sequence_ids(self) -> Tensor:
+        """[T] int64, 0..N-1."""
+        counts = torch.tensor(self.lengths, device=self.device)
+        return torch.repeat_interleave(torch.arange(len(self.lengths), device=self.device), counts)
+
+    @cached_property
+    def chunks(self) -> ChunkLayout:
+        """Chunk layout for linear attention."""
+        return chunk_layout(self.lengths, CHUNK, self.device)
+
+    def choose(self, layer: int, kind: str, compute: Callable[[], Tensor]) -> Tensor:
+        """A discrete choice, through the tape if there is one."""
+        return compute() if self.tape is None else self.tape.choose(layer, kind, compute)

@@ -1,0 +1,161 @@
+"""The decoder: embedding, a loop over layers, final norm, output head."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from trimtab.arch.spec import ArchSpec, AttnRes, DenseSpec, KDASpec
+from trimtab.models.cache import KDACache, MLACache, ModelCache
+from trimtab.models.context import ForwardContext
+from trimtab.models.kda import KDA
+from trimtab.models.linear import Linear, RMSNorm, Weight
+from trimtab.models.mla import MLA
+from trimtab.models.moe import GatedFFN, MoE
+from trimtab.models.residual import StreamState, add_mix, banked, read, starts_block
+from trimtab.ops.backends import OpTable
+from trimtab.ops.precision import linear
+
+
+class StorageTypes:
+    """Storage dtypes of a build: of ordinary tensors, of float32 islands, and packed or not.
+
+    Args:
+        main: dtype of tensors stored in the model's own dtype.
+        island: dtype of tensors stored as F32.
+        packed: routed experts stay in their 4-bit form.
+    """
+
+    def __init__(self, main: torch.dtype, island: torch.dtype, packed: bool) -> None:
+        self.main, self.island, self.packed = main, island, packed
+
+
+class DecoderLayer(nn.Module):
+    """One layer: mixer and feed-forward, each between a read and a write of the stream."""
+
+    def __init__(self, arch: ArchSpec, index: int, types: StorageTypes, ops: OpTable) -> None:
+        super().__init__()
+        spec, d = arch.layers[index], arch.hidden_size
+        self.index = index
+        self.starts_block = starts_block(arch, index)
+        if isinstance(arch.residual, AttnRes):
+            add_mix(self, "self_attention_res", d, arch.residual.eps, types.main)
+            add_mix(self, "mlp_res", d, arch.residual.eps, types.main)
+        self.input_layernorm = RMSNorm(d, arch.norm_eps, types.main)
+        self.self_attn: KDA | MLA
+        if isinstance(spec.mixer, KDASpec):
+            island = types.island if spec.mixer.dtype == "F32" else types.main
+            self.self_attn = KDA(spec.mixer, d, index, types.main, island, ops)
+        else:
+            self.self_attn = MLA(spec.mixer, d, index, types.main, ops)
+        self.post_attention_layernorm = RMSNorm(d, arch.norm_eps, types.main)
+        self.mlp: GatedFFN | MoE
+        if isinstance(spec.ffn, DenseSpec):
+            self.mlp = GatedFFN(
+                d, spec.ffn.intermediate_size, spec.ffn.activation, types.main
+            )
+        else:
+            packed = types.packed and spec.ffn.form == "mxfp4"
+            self.mlp = MoE(spec.ffn, d, index, types.main, types.island, packed)
+
+    def forward(self, state: StreamState, ctx: ForwardContext) -> StreamState:
+        """One layer's effect on the residual stream."""
+        x = read(self, "self_attention_res", state)
+        if self.starts_block:
+            state = banked(state)
+        state = state.write(self.self_attn(self.input_layernorm(x), ctx))
+        y = read(self, "mlp_res", state)
+        return state.write(self.mlp(self.post_attention_layernorm(y), ctx))
+
+
+class CausalLM(nn.Module):
+    """A whole text model over flat packs of tokens.
+
+    Args:
+        arch: what to build.
+        types: storage dtypes.
+        compute_dtype: dtype of activations.
+        ops: operators.
+    """
+
+    def __init__(
+        self, arch: ArchSpec, types: StorageTypes, compute_dtype: torch.dtype, ops: OpTable
+    ) -> None:
+        super().__init__()
+        self.arch, self.compute_dtype = arch, compute_dtype
+        d = arch.hidden_size
+        self.embed = Weight((arch.vocab_size, d), types.main)
+        self.layers = nn.ModuleList(
+            DecoderLayer(arch, index, types, ops) for index in range(arch.num_layers)
+        )
+        if isinstance(arch.residual, AttnRes):
+            add_mix(self, "output_attn_res", d, arch.residual.eps, types.main)
+        self.norm = RMSNorm(d, arch.norm_eps, types.main)
+        self.lm_head = None
+        if not arch.tie_word_embeddings:
+            self.lm_head = Linear(d, arch.vocab_size, types.main)
+
+    def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """Hidden states that the output head reads.
+
+        Args:
+            input_ids: [T] int64, flat tokens of the N sequences of `ctx`.
+            ctx: sequence lengths, cache, tape, sinks.
+
+        Returns:
+            [T, D] in the compute dtype.
+        """
+        x = self.embed.weight[input_ids].to(self.compute_dtype)
+        _observe(ctx, "embed", x)
+        state = StreamState(x)
+        for index, layer in enumerate(self.layers):
+            if ctx.recompute and torch.is_grad_enabled():
+                state = checkpoint(
+                    layer, state, ctx, use_reentrant=False, context_fn=_replay(ctx),
+                    preserve_rng_state=False,
+                )
+            else:
+                state = layer(state, ctx)
+            _observe(ctx, str(index), state.hidden)
+        hidden: Tensor = self.norm(read(self, "output_attn_res", state))
+        _observe(ctx, "final", hidden)
+        if ctx.cache is not None:
+            new = torch.tensor(ctx.lengths, device=ctx.cache.lengths.device)
+            ctx.cache.lengths = ctx.cache.lengths + new
+        return hidden
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[W, D] of the output head, which may be the embedding table."""
+        return self.embed.weight if self.lm_head is None else self.lm_head.weight
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, D] -> [R, W]."""
+        return linear(hidden, self.head_weight)
+
+    def new_cache(self, num_sequences: int) -> ModelCache:
+        """Empty caches for decoding N sequences."""
+        layers: list[KDACache | MLACache] = [
+            KDACache() if isinstance(spec.mixer, KDASpec) else MLACache()
+            for spec in self.arch.layers
+        ]
+        device = self.embed.weight.device
+        return ModelCache(layers, torch.zeros(num_sequences, dtype=torch.int64, device=device))
+
+
+def _observe(ctx: ForwardContext, name: str, value: Tensor) -> None:
+    if ctx.observe is not None:
+        ctx.observe(name, value)
+
+
+def _replay(ctx: ForwardContext) -> Any:
+    """Contexts of the first pass and of recomputation; the latter replays the tape."""
+
+    def contexts() -> tuple[Any, Any]:
+        return nullcontext(), nullcontext() if ctx.tape is None else ctx.tape.replaying()
+
+    return contexts

@@ -1,0 +1,191 @@
+"""Multi-head latent attention: plain or gated, dense or over the keys an indexer selects.
+
+Training expands keys and values per head. Decoding caches the normed latent and the shared key
+part only, and absorbs kv_b into the query and the output.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.arch.spec import IndexerSpec, MLASpec
+from trimtab.models.cache import MLACache
+from trimtab.models.context import ForwardContext
+from trimtab.models.linear import LayerNormWeights, Linear, RMSNorm
+from trimtab.ops.attention.indexer import index_scores, select_keys, select_mask
+from trimtab.ops.backends import OpTable
+from trimtab.ops.norm import layer_norm
+from trimtab.ops.precision import island_dtype
+
+
+class Indexer(nn.Module):
+    """Token indexer; runs without gradient."""
+
+    def __init__(self, spec: IndexerSpec, d: int, q_in: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.spec = spec
+        self.wq_b = Linear(q_in, spec.heads * spec.dim, dtype)
+        self.wk = Linear(d, spec.dim, dtype)
+        self.k_norm = LayerNormWeights(spec.dim, dtype)
+        self.weights_proj = Linear(d, spec.heads, dtype)
+
+    @torch.no_grad()
+    def queries(self, x: Tensor, q_latent: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+        """Index queries [T, H, K] scaled by K^-1/2 and head weights [T, H] scaled by H^-1/2."""
+        dtype = island_dtype(x)
+        q = self.wq_b(q_latent, ctx).to(dtype).unflatten(-1, (self.spec.heads, self.spec.dim))
+        w = self.weights_proj(x, ctx).to(dtype) * self.spec.heads**-0.5
+        return q * self.spec.dim**-0.5, w
+
+    @torch.no_grad()
+    def keys(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """Index keys [T, K] in at least float32."""
+        k = self.wk(x, ctx)
+        normed = layer_norm(k, self.k_norm.weight, self.k_norm.bias, self.spec.norm_eps)
+        return normed.to(island_dtype(x))
+
+
+class MLA(nn.Module):
+    """One MLA mixer.
+
+    Args:
+        spec: sizes, gate and indexer.
+        d: hidden size.
+        layer: decoder layer index.
+        dtype: storage dtype.
+        ops: operators.
+    """
+
+    def __init__(
+        self, spec: MLASpec, d: int, layer: int, dtype: torch.dtype, ops: OpTable
+    ) -> None:
+        super().__init__()
+        self.spec, self.layer, self.ops = spec, layer, ops
+        h, latent = spec.num_heads, spec.kv_lora_rank
+        q_in = d
+        if spec.q_lora_rank is None:
+            self.q_proj = Linear(d, h * spec.qk_head_dim, dtype)
+        else:
+            q_in = spec.q_lora_rank
+            self.q_a_proj = Linear(d, q_in, dtype)
+            self.q_a_layernorm = RMSNorm(q_in, spec.latent_eps, dtype)
+            self.q_b_proj = Linear(q_in, h * spec.qk_head_dim, dtype)
+        self.kv_a_proj_with_mqa = Linear(d, latent + spec.qk_rope_head_dim, dtype)
+        self.kv_a_layernorm = RMSNorm(latent, spec.latent_eps, dtype)
+        kv_out = h * (spec.qk_nope_head_dim + spec.v_head_dim)
+        self.kv_b_proj = Linear(latent, kv_out, dtype)
+        self.g_proj = None
+        if spec.gate is not None:
+            g_out = h * spec.v_head_dim if spec.gate == "channel" else h
+            self.g_proj = Linear(d, g_out, dtype)
+        self.o_proj = Linear(h * spec.v_head_dim, d, dtype)
+        self.indexer = None
+        if spec.indexer is not None and spec.indexer.share == "full":
+            self.indexer = Indexer(spec.indexer, d, q_in, dtype)
+
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """[T, D] -> [T, D]."""
+        q_latent = x
+        if self.spec.q_lora_rank is not None:
+            q_latent = self.q_a_layernorm(self.q_a_proj(x, ctx))
+            q = self.q_b_proj(q_latent, ctx)
+        else:
+            q = self.q_proj(x, ctx)
+        q = q.unflatten(-1, (self.spec.num_heads, self.spec.qk_head_dim))
+        sizes = (self.spec.kv_lora_rank, self.spec.qk_rope_head_dim)
+        latent, k_rope = self.kv_a_proj_with_mqa(x, ctx).split(sizes, -1)
+        latent = self.kv_a_layernorm(latent)
+        if ctx.cache is None:
+            o = self._packed(x, q_latent, q, latent, k_rope, ctx)
+        else:
+            o = self._cached(x, q_latent, q, latent, k_rope, ctx)
+        if self.g_proj is not None:
+            gate = torch.sigmoid(self.g_proj(x, ctx))
+            o = o * gate.view(*o.shape[:-1], -1)
+        y: Tensor = self.o_proj(o.flatten(-2), ctx)
+        return y
+
+    def _packed(
+        self, x: Tensor, q_latent: Tensor, q: Tensor, latent: Tensor, k_rope: Tensor,
+        ctx: ForwardContext,
+    ) -> Tensor:
+        """[T, H, V] with keys and values expanded per head."""
+        heads = self.spec.num_heads
+        nope, value = self.spec.qk_nope_head_dim, self.spec.v_head_dim
+        kv = self.kv_b_proj(latent, ctx).unflatten(-1, (heads, nope + value))
+        k_nope, v = kv.split((nope, value), -1)
+        k = torch.cat((k_nope, k_rope.unsqueeze(1).expand(-1, heads, -1)), -1)
+        selected = self._selection(x, q_latent, ctx)
+        scale = self.spec.softmax_scale
+        return self.ops.attention(q, k, v, scale, ctx.borders, ctx.cu_seqlens, selected)
+
+    def _selection(self, x: Tensor, q_latent: Tensor, ctx: ForwardContext) -> Tensor | None:
+        if self.indexer is None or max(ctx.lengths, default=0) <= self.indexer.spec.top_k:
+            return None  # every query keeps all it can see: exactly dense
+        indexer = self.indexer
+
+        def compute() -> Tensor:
+            q, w = indexer.queries(x, q_latent, ctx)
+            return select_keys(q, indexer.keys(x, ctx), w, indexer.spec.top_k, ctx.borders)
+
+        return ctx.choose(self.layer, "selection", compute)
+
+    def _cached(
+        self, x: Tensor, q_latent: Tensor, q: Tensor, latent: Tensor, k_rope: Tensor,
+        ctx: ForwardContext,
+    ) -> Tensor:
+        """[T, H, V] against cached latents, with kv_b absorbed."""
+        assert ctx.cache is not None, "only called while decoding"
+        cache = ctx.cache.layers[self.layer]
+        assert isinstance(cache, MLACache), "the cache was built for this architecture"
+        wide = island_dtype(x)
+        parts = [latent.to(wide), k_rope.to(wide)]
+        if self.indexer is not None:
+            parts.append(self.indexer.keys(x, ctx))
+        past = ctx.cache.lengths[ctx.sequence_ids]
+        slots = past + ctx.positions
+        rows = cache.append(torch.cat(parts, -1), ctx.sequence_ids, slots, int(slots.max()) + 1)
+        rows = rows[:, : int(slots.max()) + 1]
+        keys = rows[..., : self.spec.kv_lora_rank + self.spec.qk_rope_head_dim]
+        queries = _Padded(ctx, slots)
+        visible = torch.arange(rows.shape[1], device=x.device) <= queries.slots.unsqueeze(-1)
+        if self.indexer is not None:
+            iq, w = self.indexer.queries(x, q_latent, ctx)
+            scores = index_scores(queries.pad(iq), rows[..., keys.shape[-1] :], queries.pad(w))
+            visible = select_mask(scores, visible, self.indexer.spec.top_k)
+        return self._absorbed(queries.pad(q.to(wide)), keys, visible, queries).to(x.dtype)
+
+    def _absorbed(
+        self, q: Tensor, keys: Tensor, visible: Tensor, queries: _Padded
+    ) -> Tensor:
+        """Attention in the latent: q [N, t, H, K], keys [N, S, L + rope], visible [N, t, S]."""
+        heads, nope = self.spec.num_heads, self.spec.qk_nope_head_dim
+        up = self.kv_b_proj.effective_weight(q.dtype).unflatten(0, (heads, -1))
+        q_latent = torch.einsum("nthk,hkl->nthl", q[..., :nope], up[:, :nope])
+        full = torch.cat((q_latent, q[..., nope:]), -1)
+        scores = torch.einsum("nthl,nsl->nths", full, keys) * self.spec.softmax_scale
+        scores = scores.masked_fill(~visible.unsqueeze(2), float("-inf"))
+        mixed = torch.einsum(
+            "nths,nsl->nthl", torch.softmax(scores, -1), keys[..., : self.spec.kv_lora_rank]
+        )
+        return queries.unpad(torch.einsum("nthl,hvl->nthv", mixed, up[:, nope:]))
+
+
+class _Padded:
+    """Flat tokens of N sequences as [N, t, ...], short sequences repeating slot 0 at the end."""
+
+    def __init__(self, ctx: ForwardContext, slots: Tensor) -> None:
+        self._rows, self._columns = ctx.sequence_ids, ctx.positions
+        self._shape = (len(ctx.lengths), max(ctx.lengths))
+        self.slots = self.pad(slots)
+
+    def pad(self, x: Tensor) -> Tensor:
+        """[T, ...] -> [N, t, ...]."""
+        out = x.new_zeros(*self._shape, *x.shape[1:])
+        out[self._rows, self._columns] = x
+        return out
+
+    def unpad(self, x: Tensor) -> Tensor:
+        """[N, t, ...] -> [T, ...]."""
+        return x[self._rows, self._columns]

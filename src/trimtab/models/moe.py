@@ -1,0 +1,146 @@
+"""Feed-forward layers: one gated FFN, and the sparse mixture of experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.arch.spec import ActivationSpec, MoESpec
+from trimtab.models.context import ForwardContext
+from trimtab.models.experts import DenseWeight, PackedWeight
+from trimtab.models.linear import Linear, RMSNorm
+from trimtab.ops.activation import situ, swiglu
+from trimtab.ops.moe.routing import RouterRule, expert_weights, select_experts
+from trimtab.ops.precision import island_dtype
+
+
+def gated_activation(spec: ActivationSpec, gate: Tensor, up: Tensor) -> Tensor:
+    """act(gate, up) as the spec says."""
+    if spec.kind == "situ":
+        return situ(gate, up, spec.beta, spec.linear_beta)
+    return swiglu(gate, up, spec.clamp)
+
+
+class GatedFFN(nn.Module):
+    """down( act(gate x, up x) )."""
+
+    def __init__(self, d: int, f: int, activation: ActivationSpec, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.activation = activation
+        self.gate_proj = Linear(d, f, dtype)
+        self.up_proj = Linear(d, f, dtype)
+        self.down_proj = Linear(f, d, dtype)
+
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """[T, D] -> [T, D]."""
+        act = gated_activation(self.activation, self.gate_proj(x, ctx), self.up_proj(x, ctx))
+        y: Tensor = self.down_proj(act, ctx)
+        return y
+
+
+class Router(nn.Module):
+    """Scores every expert for every token and picks A of them."""
+
+    def __init__(
+        self, spec: MoESpec, d: int, dtype: torch.dtype, bias_dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.rule = RouterRule(
+            spec.top_k, spec.groups, spec.topk_groups, spec.renormalise, spec.scale
+        )
+        shape = (spec.num_experts, d)
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+        self.e_score_correction_bias = nn.Parameter(
+            torch.empty(spec.num_experts, dtype=bias_dtype), requires_grad=False
+        )
+
+    def forward(self, x: Tensor, ctx: ForwardContext, layer: int) -> tuple[Tensor, Tensor]:
+        """Expert ids [T, A] ascending, and their weights [T, A] in at least float32."""
+        dtype = island_dtype(x)
+        scores = torch.sigmoid(x.to(dtype) @ self.weight.to(dtype).mT)
+        bias = self.e_score_correction_bias
+        ids = ctx.choose(layer, "experts", lambda: select_experts(scores, bias, self.rule))
+        return ids, expert_weights(scores, ids, self.rule)
+
+
+class Experts(nn.Module):
+    """The routed experts of one layer."""
+
+    def __init__(self, spec: MoESpec, width: int, dtype: torch.dtype, packed: bool) -> None:
+        super().__init__()
+        self.activation = spec.activation
+        e, f = spec.num_experts, spec.intermediate_size
+        shapes = ((e, 2, f, width), (e, width, f))
+        self.gate_up: DenseWeight | PackedWeight
+        self.down: DenseWeight | PackedWeight
+        if packed:
+            self.gate_up, self.down = (PackedWeight(shape) for shape in shapes)
+        else:
+            self.gate_up, self.down = (DenseWeight(shape, dtype) for shape in shapes)
+        self.num_experts = e
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
+        """Weighted sum over each token's experts.
+
+        Args:
+            x: [T, D].
+            ids: [T, A], ascending in each row.
+            weights: [T, A].
+            counts: rows per expert.
+
+        Returns:
+            [T, D], summed in at least float32 in ascending expert order.
+        """
+        top_k = ids.shape[1]
+        order = torch.argsort(ids.flatten(), stable=True)
+        rows = x[order // top_k]
+        gate, up = self.gate_up.apply_grouped(rows, counts).chunk(2, -1)
+        y = self.down.apply_grouped(gated_activation(self.activation, gate, up), counts)
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+        wide = island_dtype(x)
+        per_token = y[place].view(*ids.shape, -1).to(wide)
+        return (per_token * weights.to(wide).unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+class MoE(nn.Module):
+    """Router, routed experts (in a latent where the spec says so) and the shared expert.
+
+        z = latent_down x;  m = sum_e w_e expert_e(z);  y = latent_up norm(m) + shared(x)
+    """
+
+    def __init__(
+        self, spec: MoESpec, d: int, layer: int, dtype: torch.dtype, bias_dtype: torch.dtype,
+        packed: bool,
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self.router = Router(spec, d, dtype, bias_dtype)
+        latent = spec.latent
+        width = d if latent is None else latent.size
+        self.latent_down = None if latent is None else Linear(d, width, dtype)
+        self.experts = Experts(spec, width, dtype, packed)
+        self.latent_norm = None
+        if latent is not None and latent.norm_eps is not None:
+            self.latent_norm = RMSNorm(width, latent.norm_eps, dtype)
+        self.latent_up = None if latent is None else Linear(width, d, dtype)
+        self.shared_experts = None
+        if spec.shared_intermediate_size:
+            f = spec.shared_intermediate_size
+            self.shared_experts = GatedFFN(d, f, spec.activation, dtype)
+
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """[T, D] -> [T, D]."""
+        ids, weights = self.router(x, ctx, self.layer)
+        counts = torch.bincount(ids.flatten(), minlength=self.experts.num_experts)
+        if ctx.stats is not None:
+            real = ids if ctx.valid is None else ids[ctx.valid]
+            ctx.stats(
+                self.layer, torch.bincount(real.flatten(), minlength=self.experts.num_experts)
+            )
+        z = x if self.latent_down is None else self.latent_down(x, ctx)
+        m: Tensor = self.experts(z, ids, weights, counts.tolist())
+        if self.latent_norm is not None:
+            m = self.latent_norm(m)
+        if self.latent_up is not None:
+            m = self.latent_up(m, ctx)
+        return m if self.shared_experts is None else m + self.shared_experts(x, ctx)
