@@ -10,10 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from trimtab.arch.maps import stored_tensors
+from trimtab.arch.maps import accepted_dtypes, accepts_shape, stored_tensors
 from trimtab.arch.params import inventory
 from trimtab.arch.spec import ArchSpec
-from trimtab.arch.stored import StoredTensor
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.errors import CheckpointError
 
@@ -57,7 +56,8 @@ class Difference:
 def compare(arch: ArchSpec, entries: Mapping[str, TensorEntry]) -> list[Difference]:
     """Every difference between a checkpoint's tensors and the inventory.
 
-    A tensor that is stored with a padded tail (A_log) may have any length that holds its values.
+    Shapes and dtypes that lose nothing are no difference: a padded tail (A_log) of any length,
+    and where the family allows it BF16 for F32 or the reverse (`maps.accepted_dtypes`).
 
     Args:
         arch: the architecture; its vision tensors, if any, are expected too.
@@ -76,10 +76,11 @@ def compare(arch: ArchSpec, entries: Mapping[str, TensorEntry]) -> list[Differen
             expected = _show(stored.dtype, stored.shape)
             found.append(Difference("missing", stored.name, expected, ""))
             continue
-        if not _shape_fits(stored, entry.shape, needed[stored.param]):
+        part = needed[stored.param][len(stored.index):]
+        if not accepts_shape(stored, part, entry.shape):
             shapes = str(list(stored.shape)), str(list(entry.shape))
             found.append(Difference("shape", stored.name, *shapes))
-        if entry.dtype != stored.dtype:
+        if entry.dtype not in accepted_dtypes(arch, stored):
             found.append(Difference("dtype", stored.name, stored.dtype, entry.dtype))
     for name, entry in entries.items():
         if name not in expected_names:
@@ -159,15 +160,6 @@ def _ranges(indices: Sequence[int]) -> str:
         else:
             parts.append([index, index])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
-
-
-def _shape_fits(stored: StoredTensor, shape: tuple[int, ...], param: tuple[int, ...]) -> bool:
-    if stored.transform != "pad_tail":
-        return shape == stored.shape
-    values = 1
-    for extent in param[len(stored.index):]:
-        values *= extent
-    return len(shape) == 1 and shape[0] >= values
 
 
 def _show(dtype: str, shape: tuple[int, ...]) -> str:
