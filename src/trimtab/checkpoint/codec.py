@@ -152,5 +152,8 @@ class StoredFromParts:
             return encode_plain(stored, self._part_for(param, stored.index))
         key = (stored.param, stored.index)
         if self._last is None or self._last[0] != key:
-            self._last = (key, mxfp4.encode(self._part_for(param, stored.index)))
+            # Rounding first makes the block scales the smallest possible, so that a tensor that
+            # is loaded and written again keeps its bytes.
+            on_grid = mxfp4.round_to_grid(self._part_for(param, stored.index))
+            self._last = (key, mxfp4.encode(on_grid))
         return self._last[1][0 if stored.transform == "mxfp4_packed" else 1].reshape(stored.shape)

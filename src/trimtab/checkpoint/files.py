@@ -89,7 +89,7 @@ class RemoteStore:
             size = self._fs.size(path)
         except FileNotFoundError:
             return None
-        except Exception as error:  # noqa: BLE001 each protocol raises types of its own
+        except Exception as error:
             raise CheckpointError("TT307", f"{self.root}/{name}", f"no answer: {error}") from error
         if size is None:
             raise CheckpointError("TT307", f"{self.root}/{name}", "the server tells no size")
@@ -116,7 +116,7 @@ class RemoteStore:
         where = f"{self.root}/{name}"
         try:
             raw = self._fs.cat_file(f"{self._path}/{name}", start=offset, end=offset + length)
-        except Exception as error:  # noqa: BLE001 each protocol raises types of its own
+        except Exception as error:
             raise CheckpointError("TT301", where, f"range cannot be read: {error}") from error
         if len(raw) > length:
             rule = f"asked for {length} bytes, got {len(raw)}; the server must support ranges"
