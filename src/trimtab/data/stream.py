@@ -1,0 +1,226 @@
+"""The data of a run: one endless, reproducible sequence of packs.
+
+Knows: the data section of a recipe. Does not know: ranks, models. The sequence depends on the
+recipe's data section, the seed, the files and the tokenizer, and on nothing else: ranks take
+turns on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+
+from trimtab.config.recipe import DataSection
+from trimtab.data.encode import Encoded, encode_record
+from trimtab.data.mixture import Mixture, RecordRef
+from trimtab.data.packing import Pack, RowFiller, build_pack
+from trimtab.data.records import JsonlFile
+from trimtab.data.tokenizer import Tokenizer, check_token_ids
+from trimtab.errors import DataError, RunError
+
+
+@dataclass(slots=True)
+class SourceCounts:
+    """What was read from one source so far.
+
+    Args:
+        records: records fed.
+        tokens: their tokens.
+        supervised: tokens of them that enter the loss.
+        truncated: records cut to the longest length.
+        skipped: records dropped as unreadable, too long or without anything to predict.
+    """
+
+    records: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    truncated: int = 0
+    skipped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    name: str
+    file: JsonlFile
+    ratio: float
+    counts: SourceCounts = field(default_factory=SourceCounts)
+
+
+class DataStream:
+    """Yields packs; `state` and `restore` continue exactly.
+
+    Args:
+        data: the `finetune.data` section.
+        tokenizer: of the model.
+        seed: the recipe's seed.
+        vocab_size: rows of the model's embedding; larger ids are refused.
+
+    Attributes:
+        position: number of packs dealt so far; the one counter that names a place.
+
+    Raises:
+        DataError: TT402, TT107 for the files.
+    """
+
+    def __init__(
+        self, data: DataSection, tokenizer: Tokenizer, seed: int, vocab_size: int | None = None
+    ) -> None:
+        self._data = data
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._vocab_size = vocab_size
+        self._sources = [_Source("domain", JsonlFile(data.domain.path), data.domain_ratio)]
+        if data.general is not None:
+            general = JsonlFile(data.general.path)
+            self._sources.append(_Source("general", general, data.general_ratio))
+        self.position = 0
+        self._start()
+
+    def _start(self) -> None:
+        sizes = [len(source.file) for source in self._sources]
+        self._mixture = Mixture(sizes, [source.ratio for source in self._sources], self._seed)
+        self._filler: RowFiller[RecordRef] = RowFiller(self._data.max_seq_len, self._data.packing)
+        self._idle = [0] * len(sizes)  # records in a row that gave nothing
+
+    @property
+    def counts(self) -> dict[str, SourceCounts]:
+        """What was read by this object, by source name."""
+        return {source.name: source.counts for source in self._sources}
+
+    @property
+    def num_records(self) -> dict[str, int]:
+        """Records in each file, by source name."""
+        return {source.name: len(source.file) for source in self._sources}
+
+    def __iter__(self) -> Iterator[Pack]:
+        while True:
+            yield self.next_pack()
+
+    def next_pack(self) -> Pack:
+        """The pack at `position`, which then moves on by one.
+
+        Raises:
+            DataError: TT401, TT403, TT404 for a record; TT402 where a source yields none.
+        """
+        row, free = self._filler.open_row()
+        while self._filler.wants_more(row, free):
+            ref = self._mixture.next_ref()
+            encoded = self._read(ref)
+            self._mixture.feed(ref, 0 if encoded is None else len(encoded))
+            if encoded is not None:
+                free = self._filler.add(row, free, (ref, encoded))
+        pack = build_pack(
+            self.position,
+            [encoded for _, encoded in row],
+            [self._sources[ref.source].name for ref, _ in row],
+            self._data.max_seq_len,
+            self._tokenizer.pad_id,
+        )
+        self.position += 1
+        return pack
+
+    def state(self) -> dict[str, object]:
+        """Place in the stream as plain values, for a checkpoint; a few hundred bytes."""
+        return {
+            "position": self.position,
+            "sources": self._mixture.state(),
+            "waiting": [asdict(ref) for ref, _ in self._filler.waiting],
+            "files": [[len(source.file), source.file.num_bytes] for source in self._sources],
+        }
+
+    def restore(self, state: Mapping[str, object]) -> None:
+        """Continue where `state` was taken; the next packs are the same bit for bit.
+
+        Raises:
+            RunError: TT603 where the data files differ from those of the state.
+        """
+        files = [[len(source.file), source.file.num_bytes] for source in self._sources]
+        if state["files"] != files:
+            raise RunError(
+                "TT603", "finetune.data", "the data files have changed since the state was saved",
+                value=files, hint="put the files back, or start a new run in another directory",
+            )  # fmt: skip
+        self._start()
+        self._mixture.restore(state["sources"])  # type: ignore[arg-type]
+        for item in state["waiting"]:  # type: ignore[attr-defined]
+            ref = RecordRef(**item)
+            encoded, _ = self._encode(ref)
+            self._filler.waiting.append((ref, encoded))
+        self.position = int(state["position"])  # type: ignore[call-overload]
+
+    def seek(self, position: int) -> None:
+        """Go to the pack of that number by reading from the start; `restore` is faster."""
+        if position < self.position:
+            self._start()
+            self.position = 0
+        while self.position < position:
+            self.next_pack()
+
+    def steps_for_epochs(self, epochs: float, tokens_per_step: int) -> int:
+        """Optimizer steps after which `epochs` passes over the domain records were fed.
+
+        Reads the records once through a second stream, so it takes as long as encoding them.
+        """
+        wanted = math.ceil(epochs * len(self._sources[0].file))
+        probe = DataStream(self._data, self._tokenizer, self._seed, self._vocab_size)
+        domain = probe._mixture.progress[0]
+        size = len(self._sources[0].file)
+        while domain.epoch * size + domain.position < wanted:
+            probe.next_pack()
+        probe.close()
+        return max(1, math.ceil(probe.position * self._data.max_seq_len / tokens_per_step))
+
+    def close(self) -> None:
+        """Close the data files."""
+        for source in self._sources:
+            source.file.close()
+
+    def _encode(self, ref: RecordRef) -> tuple[Encoded, bool]:
+        """A record as tokens, cut if need be, and whether it was cut."""
+        source = self._sources[ref.source]
+        record = source.file.record(self._mixture.index(ref))
+        encoded = encode_record(record, self._tokenizer)
+        if self._vocab_size is not None and encoded.token_ids.max(initial=0) >= self._vocab_size:
+            check_token_ids(encoded.token_ids.tolist(), self._vocab_size, record.where)
+        limit = self._data.max_seq_len
+        if len(encoded) <= limit:
+            return encoded, False
+        if self._data.overlong == "error":
+            raise DataError(
+                "TT401", record.where, f"has {len(encoded)} tokens; max_seq_len is {limit}",
+                hint="raise finetune.data.max_seq_len, or set overlong to truncate or skip",
+            )  # fmt: skip
+        return encoded.truncated(limit), True
+
+    def _read(self, ref: RecordRef) -> Encoded | None:
+        """A record to feed, or None where the recipe says to leave it out."""
+        source = self._sources[ref.source]
+        try:
+            encoded, cut = self._encode(ref)
+        except DataError:
+            if self._data.on_error == "error":
+                raise
+            self._skip(ref)
+            return None
+        if (cut and self._data.overlong == "skip") or encoded.num_supervised == 0:
+            self._skip(ref)
+            return None
+        self._idle[ref.source] = 0
+        source.counts.records += 1
+        source.counts.tokens += len(encoded)
+        source.counts.supervised += encoded.num_supervised
+        source.counts.truncated += cut
+        return encoded
+
+    def _skip(self, ref: RecordRef) -> None:
+        source = self._sources[ref.source]
+        source.counts.skipped += 1
+        self._idle[ref.source] += 1
+        if self._idle[ref.source] >= len(source.file):
+            raise DataError(
+                "TT402",
+                source.file.path,
+                "no record in it can be used",
+                hint="see `trimtab data preview RECIPE`",
+            )
