@@ -63,7 +63,7 @@ def round_to_grid(values: Tensor) -> Tensor:
 
 
 def _exponent_value(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    value = torch.ldexp(torch.ones((), dtype=torch.float64, device=scale.device), scale.int() - 127)
+    value = torch.ldexp(torch.ones_like(scale, dtype=torch.float64), scale.int() - 127)
     return value.masked_fill(scale == 255, float("nan")).to(dtype)
 
 
