@@ -66,39 +66,29 @@ class JsonlFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
-        offsets, lines = [], []
+        bounds, lines = [], []
         position = 0
         try:
-            # Kept open for the life of the object: records are read one by one in random order.
-            self._file = open(path, "rb")  # noqa: SIM115
+            with open(path, "rb") as file:
+                for number, line in enumerate(file, start=1):
+                    if line.strip():
+                        bounds.append((position, position + len(line)))
+                        lines.append(number)
+                    position += len(line)
         except OSError as error:
             raise DataError("TT107", self.path, f"cannot be read: {error.strerror}") from None
-        for number, line in enumerate(self._file, start=1):
-            if line.strip():
-                offsets.append(position)
-                lines.append(number)
-            position += len(line)
-        if not offsets:
-            self._file.close()
+        if not bounds:
             raise DataError(
                 "TT402", self.path, "has no record", hint="each line is one JSON object"
             )
-        self._offsets: NDArray[np.int64] = np.asarray(offsets, np.int64)
+        self._bounds: NDArray[np.int64] = np.asarray(bounds, np.int64)
         self._lines: NDArray[np.int64] = np.asarray(lines, np.int64)
+        # Mapped, not read: records are taken in random order, and the file may be large.
+        self._bytes = np.memmap(path, np.uint8, "r")
         self.num_bytes = position
 
     def __len__(self) -> int:
-        return len(self._offsets)
-
-    def __enter__(self) -> JsonlFile:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        return len(self._lines)
 
     def where(self, index: int) -> str:
         """`file:line` of record `index`."""
@@ -110,8 +100,8 @@ class JsonlFile:
         Raises:
             DataError: TT401 where the line is not a record.
         """
-        self._file.seek(self._offsets[index])
-        return parse_record(self._file.readline(), self.where(index))
+        begin, end = self._bounds[index]
+        return parse_record(self._bytes[begin:end].tobytes(), self.where(index))
 
 
 def read_records(path: str | Path) -> Iterator[Record]:
@@ -120,9 +110,9 @@ def read_records(path: str | Path) -> Iterator[Record]:
     Raises:
         DataError: as for `JsonlFile` and `JsonlFile.record`.
     """
-    with JsonlFile(path) as file:
-        for index in range(len(file)):
-            yield file.record(index)
+    file = JsonlFile(path)
+    for index in range(len(file)):
+        yield file.record(index)
 
 
 def parse_record(line: bytes, where: str) -> Record:

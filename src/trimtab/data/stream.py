@@ -168,13 +168,7 @@ class DataStream:
         size = len(self._sources[0].file)
         while domain.epoch * size + domain.position < wanted:
             probe.next_pack()
-        probe.close()
         return max(1, math.ceil(probe.position * self._data.max_seq_len / tokens_per_step))
-
-    def close(self) -> None:
-        """Close the data files."""
-        for source in self._sources:
-            source.file.close()
 
     def _encode(self, ref: RecordRef) -> tuple[Encoded, bool]:
         """A record as tokens, cut if need be, and whether it was cut."""

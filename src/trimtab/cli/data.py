@@ -1,0 +1,174 @@
+"""`trimtab data preview`: the records of a recipe as the model sees them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trimtab.config.load import load_recipe
+from trimtab.config.recipe import DataSection, Recipe
+from trimtab.data.preview import (
+    PackSummary,
+    Run,
+    SourceSummary,
+    summarise_packs,
+    summarise_source,
+    token_runs,
+)
+from trimtab.data.records import read_records
+from trimtab.data.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+app = typer.Typer(add_completion=False, no_args_is_help=True)
+
+_LOOKED_AT = 2000
+_PACKS = 8
+_LONGEST_SHOWN = 1200
+_STYLES = {"system": "magenta", "developer": "magenta", "user": "cyan", "tool": "yellow",
+           "assistant": "green", "text": "green", "template": "dim"}  # fmt: skip
+
+
+@app.callback()
+def data() -> None:
+    """Show what training reads."""
+
+
+@app.command()
+def preview(
+    recipe_path: Annotated[str, typer.Argument(metavar="RECIPE", help="recipe file")],
+    count: Annotated[int, typer.Option("--n", min=0, help="records shown per source")] = 3,
+    every: Annotated[bool, typer.Option("--all", help="add up all records")] = False,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="a.b=value")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
+) -> None:
+    """Show records as tokens by role, with the loss mask, and totals per source."""
+    recipe = load_recipe(recipe_path, overrides or ())
+    tokenizer = load_tokenizer(recipe.model.path)
+    section = recipe.finetune.data
+    shown = {
+        name: [
+            (record.where, token_runs(record, tokenizer))
+            for record in islice(read_records(path), count)
+        ]
+        for name, path in _paths(section)
+    }
+    totals = _totals(section, tokenizer, None if every else _LOOKED_AT)
+    packs = summarise_packs(section, tokenizer, recipe.seed, _PACKS)
+    if as_json:
+        sys.stdout.write(json.dumps(_as_dict(shown, totals, packs), ensure_ascii=False) + "\n")
+    else:
+        _print_page(recipe, recipe_path, shown, totals, packs)
+
+
+def _paths(section: DataSection) -> Iterator[tuple[str, str]]:
+    yield "domain", section.domain.path
+    if section.general is not None:
+        yield "general", section.general.path
+
+
+def _totals(
+    section: DataSection, tokenizer: Tokenizer, limit: int | None
+) -> dict[str, SourceSummary]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        totals = {}
+        for name, path in _paths(section):
+            task = progress.add_task(f"reading {name}", total=limit)
+            advance = partial(progress.advance, task)
+            totals[name] = summarise_source(path, section, tokenizer, limit, advance)
+    return totals
+
+
+def _as_dict(
+    shown: dict[str, list[tuple[str, list[Run]]]],
+    totals: dict[str, SourceSummary],
+    packs: PackSummary,
+) -> dict[str, object]:
+    return {
+        "records": {
+            name: [{"where": where, "runs": [asdict(run) for run in runs]} for where, runs in items]
+            for name, items in shown.items()
+        },
+        "sources": {name: asdict(total) for name, total in totals.items()},
+        "packs": asdict(packs),
+    }
+
+
+def _print_page(
+    recipe: Recipe,
+    recipe_path: str,
+    shown: dict[str, list[tuple[str, list[Run]]]],
+    totals: dict[str, SourceSummary],
+    packs: PackSummary,
+) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for name, items in shown.items():
+        for where, runs in items:
+            tokens = sum(run.num_tokens for run in runs)
+            trained = sum(run.num_tokens for run in runs if run.supervised)
+            console.print(f"{name}  {where}  {tokens} tokens, {trained} in the loss", style="bold")
+            console.print(_coloured(runs))
+            console.print()
+    console.print("\u00ab \u00bb marks what enters the loss; colours: system, user, assistant\n")
+    _print_totals(console, recipe.finetune.data, totals, packs)
+    console.print(f"\nnext: trimtab finetune {recipe_path}")
+
+
+def _coloured(runs: list[Run]) -> Text:
+    from rich.text import Text
+
+    text = Text()
+    inside = False
+    for run in runs:
+        if run.supervised != inside:
+            text.append("\u00ab" if run.supervised else "\u00bb", style="bold")
+            inside = run.supervised
+        bold = " bold" if run.supervised else ""
+        text.append(run.text, style=_STYLES.get(run.role, "") + bold)
+    if inside:
+        text.append("\u00bb", style="bold")
+    if len(text) > _LONGEST_SHOWN:
+        rest = len(text) - _LONGEST_SHOWN
+        text.truncate(_LONGEST_SHOWN)
+        text.append(f" ... {rest} more characters", style="dim")
+    return text
+
+
+def _print_totals(
+    console: Console, section: DataSection, totals: dict[str, SourceSummary], packs: PackSummary
+) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("source")
+    for name in ("records", "looked at", "tokens", "in the loss", "longest", "too long", "share"):
+        table.add_column(name, justify="right")
+    for name, total in totals.items():
+        supervised = total.supervised / total.tokens if total.tokens else 0.0
+        table.add_row(
+            name, f"{total.records:,}", f"{total.looked_at:,}", f"{total.tokens:,}",
+            f"{supervised:.0%}", f"{total.longest:,}", f"{total.overlong:,} ({section.overlong})",
+            f"{packs.shares.get(name, 0.0):.3f}",
+        )  # fmt: skip
+    console.print(table)
+    console.print(
+        f"\npacks of {section.max_seq_len}: the first {packs.packs} hold {packs.records} records, "
+        f"{packs.filled:.1%} filled, {packs.supervised:.1%} of positions in the loss"
+    )
+    dropped = sum(total.unreadable for total in totals.values())
+    if dropped:
+        console.print(f"{dropped} unreadable records are left out (on_error: skip)")
