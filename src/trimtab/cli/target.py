@@ -1,0 +1,126 @@
+"""What `inspect` was asked about: a preset, a config file, a directory, a URL or a hub id.
+
+Knows: how the words on the command line become a config and, where weights are, a tensor table.
+Does not know: how the result is shown. Only headers and index are read, never tensors.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trimtab.arch.load import load_arch, parse_config, read_config
+from trimtab.arch.presets import preset_config, preset_names
+from trimtab.arch.spec import ArchSpec
+from trimtab.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trimtab.checkpoint.source import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What the headers of a checkpoint say, compared with the inventory.
+
+    Args:
+        files: weight files.
+        num_tensors: tensors in them.
+        num_bytes: their bytes, headers not counted.
+        differences: every difference, as plain values for JSON.
+        lines: the same in words, whole experts and layers drawn together.
+    """
+
+    files: int
+    num_tensors: int
+    num_bytes: int
+    differences: tuple[Mapping[str, str], ...]
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A model to inspect.
+
+    Args:
+        kind: `preset`, `config`, `directory` or `remote`.
+        where: the preset's name, the file or the URL.
+        arch: the architecture its config describes.
+        weights: None where only a config was given.
+    """
+
+    kind: str
+    where: str
+    arch: ArchSpec
+    weights: Weights | None = None
+
+
+def resolve(text: str) -> Target:
+    """Find out what `text` names and read it.
+
+    Paths come first, then presets, then hub ids.
+
+    Raises:
+        ConfigError: nothing of that name exists (TT107).
+        ArchError: its config cannot be understood.
+        CheckpointError: its headers are damaged, or its URL needs a package that is missing.
+    """
+    if "://" in text:
+        return _remote_config(text) if text.endswith(".json") else _checkpoint("remote", text)
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return _checkpoint("directory", str(path))
+    if path.is_file() and path.suffix != ".safetensors":
+        file, config = read_config(path)
+        return Target("config", str(file), load_arch(config, str(file)))
+    if path.is_file():
+        return _checkpoint("directory", str(path))
+    if text in preset_names():
+        return Target("preset", text, load_arch(preset_config(text), f"preset {text}"))
+    if _may_be_hub_id(text, path):
+        return _checkpoint("remote", text)
+    near = difflib.get_close_matches(text, preset_names(), n=1, cutoff=0.6)
+    hint = f"did you mean the preset `{near[0]}`?" if near else "see `trimtab inspect --list`"
+    rule = "no such file, directory or preset"
+    raise ConfigError("TT107", text, rule, hint=hint)
+
+
+def _may_be_hub_id(text: str, path: Path) -> bool:
+    """`owner/name` where no local folder `owner` exists and `name` is no file."""
+    parts = text.split("/")
+    is_pair = len(parts) == 2 and all(parts) and not text.startswith((".", "/", "~"))
+    return is_pair and not path.parent.is_dir() and path.suffix not in (".json", ".safetensors")
+
+
+def _checkpoint(kind: str, text: str) -> Target:
+    # open_source knows URLs and hub ids, and names the extra to install where one is missing.
+    from trimtab.checkpoint.source import open_source  # only with weights
+
+    source = open_source(text)
+    arch = load_arch(source.config(), f"{source.where}/config.json")
+    weights = _compare(arch, source) if source.has_weights() else None
+    return Target(kind, source.where, arch, weights)
+
+
+def _compare(arch: ArchSpec, source: Source) -> Weights:
+    from trimtab.checkpoint.structure import compare, summarize  # only with weights
+
+    entries = source.entries()
+    differences = compare(arch, entries)
+    return Weights(
+        files=len(source.files()),
+        num_tensors=len(entries),
+        num_bytes=sum(entry.num_bytes for entry in entries.values()),
+        differences=tuple(difference.as_dict() for difference in differences),
+        lines=tuple(summarize(arch, differences)),
+    )
+
+
+def _remote_config(url: str) -> Target:
+    from trimtab.checkpoint.source import open_source  # only for URLs
+
+    directory, _, name = url.rpartition("/")
+    text = open_source(directory).read_file(name).decode("utf-8", errors="replace")
+    return Target("config", url, load_arch(parse_config(text, url), url))
