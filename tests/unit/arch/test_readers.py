@@ -37,8 +37,8 @@ def test_demo_model_has_the_agreed_shape() -> None:
     assert isinstance(arch.layers[0].ffn, DenseSpec)
     moe = arch.layers[1].ffn
     assert isinstance(moe, MoESpec) and moe.latent is not None
-    assert (moe.num_experts, moe.top_k, moe.latent.size, moe.form) == (64, 8, 64, "mxfp4")
-    assert moe.shared_intermediate_size == 64
+    assert (moe.num_experts, moe.top_k, moe.latent.size, moe.form) == (64, 8, 32, "mxfp4")
+    assert moe.shared_intermediate_size == 3 * moe.intermediate_size
     assert arch.residual == AttnRes(4, 1e-5) and arch.vision is None
 
 
