@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 
 from trimtab.arch.adapter import LoRATarget
 from trimtab.arch.maps import module_names
@@ -27,6 +27,7 @@ from trimtab.checkpoint.codec import to_tensor
 from trimtab.checkpoint.manifest import Manifest, inventory_hash, read_manifest, write_artefact
 from trimtab.checkpoint.source import open_source
 from trimtab.errors import AdapterError
+from trimtab.models.lora import inject, lora_parameters
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -184,6 +185,20 @@ def load_adapter(path: str | Path, arch: ArchSpec) -> AdapterFile:
         raise AdapterError("TT502", str(path), rule,
                            hint="check that the adapter was trained on this base model")
     return _assemble(str(path), arch, config, manifest, found)
+
+
+@torch.no_grad()
+def attach_adapter(model: nn.Module, adapter: AdapterFile) -> None:
+    """Inject a read adapter into its base model.
+
+    Raises:
+        AdapterError: TT502 if a target is not in the model or a tensor is left over.
+    """
+    inject(model, adapter.targets, seed=0)
+    parameters = lora_parameters(model)
+    _require_same_keys(set(adapter.tensors), set(parameters), "adapter")
+    for name, parameter in parameters.items():
+        parameter.copy_(adapter.tensors[name])
 
 
 def _assemble(

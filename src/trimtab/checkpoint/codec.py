@@ -77,7 +77,7 @@ def to_tensor(raw: bytearray, dtype: str, shape: Sequence[int]) -> Tensor:
 def to_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor as a safetensors file holds them (row-major, little-endian)."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def check_finite(tensor: Tensor, stored: StoredTensor, where: str) -> None:

@@ -67,7 +67,7 @@ class RemoteStore:
     """
 
     def __init__(self, url: str) -> None:
-        import fsspec
+        import fsspec  # type: ignore[import-untyped] # it ships no types
 
         self.root = url
         try:

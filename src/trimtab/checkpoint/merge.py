@@ -1,0 +1,143 @@
+"""Copying a checkpoint as a stream, with an adapter added and the dtype changed on the way.
+
+Knows: which tensors change and that all others keep their bytes. Does not know: models; whether
+the result computes the same is checked by `verify.merged`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from trimtab.arch.load import load_arch
+from trimtab.arch.params import ParamSpec
+from trimtab.arch.spec import ArchSpec
+from trimtab.arch.stored import StoredTensor
+from trimtab.checkpoint.adapter import AdapterFile
+from trimtab.checkpoint.codec import (
+    Part,
+    Progress,
+    StoredFromParts,
+    TensorFor,
+    decode_part,
+    parts,
+)
+from trimtab.checkpoint.load import stored_reader
+from trimtab.checkpoint.save import save_checkpoint
+from trimtab.checkpoint.source import Source
+from trimtab.checkpoint.structure import require_equal
+from trimtab.errors import AdapterError, ArchError
+
+OutputDtype = Literal["native", "bf16", "fp32"]
+COPIED_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "generation_config.json", "preprocessor_config.json",
+    "tiktoken.model", "vocab.json", "merges.txt", "LICENSE",
+)
+_CONFIG_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+
+
+def copy_checkpoint(
+    source: Source,
+    dst: str | Path,
+    *,
+    adapter: AdapterFile | None = None,
+    dtype: OutputDtype = "native",
+    extra: Mapping[str, object] | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Write a checkpoint again in the released format, merged with an adapter if one is given.
+
+    W becomes W + scaling * B A, added in float32 and rounded once to the stored dtype.
+
+    Args:
+        source: the base checkpoint.
+        dst: new directory.
+        adapter: read for the base's architecture.
+        dtype: `native` keeps every tensor's stored form; `bf16` and `fp32` decode packed experts
+            and write all tensors of the model's own dtype so.
+        extra: facts for the manifest.
+        progress: called with bytes done and in all.
+
+    Raises:
+        AdapterError: TT503 if the adapter touches packed experts with `native`.
+        ArchError: TT202 if the family's config cannot say `dtype`.
+        CheckpointError: see `require_equal` and `save_checkpoint`.
+    """
+    config = source.config()
+    arch = load_arch(config, source.where)
+    require_equal(arch, source.entries(), source.where)
+    if dtype != "native":
+        config = config_with_dtype(config, _CONFIG_DTYPES[dtype])
+    written = load_arch(config, source.where)
+    if dtype != "native" and written.dtype != {"bf16": "BF16", "fp32": "F32"}[dtype]:
+        raise ArchError("TT202", source.where, f"the config of {arch.family} cannot say {dtype}")
+    files = {name: source.read_file(name) for name in COPIED_FILES if source.has_file(name)}
+    save_checkpoint(
+        dst, written, config, merged_tensors(source, arch, written, adapter), files,
+        source_fingerprint=source.fingerprint(), extra=extra, progress=progress,
+    )
+
+
+def merged_tensors(
+    source: Source, arch: ArchSpec, written: ArchSpec, adapter: AdapterFile | None
+) -> TensorFor:
+    """Stored tensors of `written` from a source of `arch`: bytes where possible, else values."""
+    read = stored_reader(source)
+    by_part = {(part.param.name, part.index): part for part in parts(arch)}
+    known = {stored for part in by_part.values() for stored in part.stored}
+    deltas = _Deltas(adapter)
+    entries = source.entries()
+
+    def part_for(param: ParamSpec, index: tuple[int, ...]) -> Tensor:
+        part: Part = by_part[param.name, index]
+        value = decode_part(part, read)
+        if param.name in deltas.names:
+            return value.to(torch.float32) + deltas.of(param.name)
+        return value
+
+    encode = StoredFromParts(written, part_for)
+
+    def tensor_for(stored: StoredTensor) -> Tensor:
+        if stored.param not in deltas.names and stored in known:
+            entry = entries[stored.name]
+            if (entry.dtype, entry.shape) == (stored.dtype, stored.shape):
+                return read(stored)
+        if stored.param in deltas.names and stored.transform.startswith("mxfp4"):
+            rule = "packed weights cannot take an adapter without loss"
+            raise AdapterError("TT503", stored.param, rule, hint="merge with --dtype bf16")
+        return encode(stored)
+
+    return tensor_for
+
+
+def config_with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The config of the same model with plain weights of another dtype (`float32`, ...)."""
+    changed = copy.deepcopy(dict(config))
+    for part in (changed, changed.get("text_config")):
+        if not isinstance(part, dict):
+            continue
+        part.pop("quantization_config", None)
+        key = "torch_dtype" if "torch_dtype" in part else "dtype"
+        part[key] = dtype
+    return changed
+
+
+class _Deltas:
+    """scaling * B A of each adapted matrix, made when it is asked for."""
+
+    def __init__(self, adapter: AdapterFile | None) -> None:
+        self._tensors = adapter.tensors if adapter is not None else {}
+        targets = adapter.targets if adapter is not None else ()
+        self._by_name = {f"{target.fqn}.weight": target for target in targets}
+        self.names = frozenset(self._by_name)
+
+    def of(self, name: str) -> Tensor:
+        target = self._by_name[name]
+        a, b = (self._tensors[f"{target.fqn}.lora.{side}"] for side in "AB")
+        return target.scaling * (b @ a)

@@ -1,0 +1,34 @@
+"""Logits of short token sequences, one at a time.
+
+Knows: how to run a model on an unpacked sequence. Does not know: files, what is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trimtab.models.context import ForwardContext
+from trimtab.models.decoder import CausalLM
+
+
+@torch.no_grad()
+def sequence_logits(model: CausalLM, ids: Sequence[int]) -> Tensor:
+    """[T, W] for T token ids."""
+    device = model.embed.weight.device
+    tokens = torch.tensor(ids, dtype=torch.int64, device=device)
+    return model.logits(model(tokens, ForwardContext.packed([len(ids)], device)))
+
+
+def probe_sequences(vocab_size: int, count: int = 3, length: int = 48) -> list[list[int]]:
+    """Fixed pseudo-random token sequences for checks that need any text at all."""
+    draw = torch.Generator().manual_seed(20)
+    return torch.randint(vocab_size, (count, length), generator=draw).tolist()
+
+
+def token_errors(found: Tensor, wanted: Tensor) -> Tensor:
+    """Relative error per token, ||found - wanted|| / ||wanted||, [T] float64."""
+    found, wanted = found.double(), wanted.double()
+    return (found - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-30)
