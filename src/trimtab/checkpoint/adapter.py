@@ -187,6 +187,20 @@ def load_adapter(path: str | Path, arch: ArchSpec) -> AdapterFile:
     return _assemble(str(path), arch, config, manifest, found)
 
 
+def adapter_base(path: str | Path) -> str:
+    """The base model that an adapter directory names.
+
+    Raises:
+        AdapterError: TT502 if it names none.
+    """
+    raw = open_source(path).read_file(CONFIG_NAME)
+    base = _read_config(raw, f"{path}/{CONFIG_NAME}").get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        rule = "base_model_name_or_path must name the base model"
+        raise AdapterError("TT502", f"{path}/{CONFIG_NAME}", rule, value=base)
+    return base
+
+
 @torch.no_grad()
 def attach_adapter(model: nn.Module, adapter: AdapterFile) -> None:
     """Inject a read adapter into its base model.

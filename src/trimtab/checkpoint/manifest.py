@@ -170,6 +170,13 @@ def check_output(dst: str | Path) -> None:
                           hint="choose another directory or remove that one")
 
 
+def mark_unfinished(directory: Path) -> None:
+    """Put the marker back on a finished directory that a later check has rejected."""
+    manifest = read_manifest(directory)
+    names = [] if manifest is None else list(manifest.files)
+    write_atomic(directory / MARKER_NAME, "".join(f"{name}\n" for name in names).encode())
+
+
 def read_manifest(directory: str | Path) -> Manifest | None:
     """The manifest of a directory, None for one that Trimtab did not write.
 
