@@ -81,7 +81,7 @@ class DataStream:
         sizes = [len(source.file) for source in self._sources]
         self._mixture = Mixture(sizes, [source.ratio for source in self._sources], self._seed)
         self._filler: RowFiller[RecordRef] = RowFiller(self._data.max_seq_len, self._data.packing)
-        self._idle = [0] * len(sizes)  # records in a row that gave nothing
+        self._idle = [0] * len(sizes)  # records skipped in a row
 
     @property
     def counts(self) -> dict[str, SourceCounts]:
@@ -211,7 +211,9 @@ class DataStream:
         source = self._sources[ref.source]
         source.counts.skipped += 1
         self._idle[ref.source] += 1
-        if self._idle[ref.source] >= len(source.file):
+        # Records in a row can be the end of one pass and the beginning of the next; twice the
+        # size covers a whole pass.
+        if self._idle[ref.source] >= 2 * len(source.file):
             raise DataError(
                 "TT402",
                 source.file.path,

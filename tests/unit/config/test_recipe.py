@@ -208,7 +208,9 @@ def test_missing_keys_are_named(folder: Path) -> None:
 
 
 def test_missing_file_suggests_the_one_beside_it(folder: Path) -> None:
-    assert "did you mean domain.jsonl" in fault(folder, MINIMAL.replace("domain.j", "domin.j")).message
+    assert (
+        "did you mean domain.jsonl" in fault(folder, MINIMAL.replace("domain.j", "domin.j")).message
+    )
     load_recipe("recipe.yaml", check_paths=False)
 
 
