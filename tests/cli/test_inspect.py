@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,22 @@ def test_a_bad_config_is_an_error_with_exit_code_2(
 def test_a_missing_target_is_an_error(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", target]) == 2
     assert "error: [TT" in capsys.readouterr().err
+
+
+def test_a_hub_id_needs_its_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert main(["inspect", "owner/name"]) == 2
+    err = capsys.readouterr().err
+    assert "[TT604] owner/name" in err and "trimtab[hub]" in err
+
+
+def test_a_directory_with_config_alone_is_enough(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(preset_config("kimi-linear-tiny")))
+    assert inspect_json(tmp_path, capsys)["weights"] is None
 
 
 def test_a_truncated_file_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ Does not know: how the result is shown. Only headers and index are read, never t
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,7 @@ def resolve(text: str) -> Target:
     if text in preset_names():
         return Target("preset", text, load_arch(preset_config(text), f"preset {text}"))
     if _may_be_hub_id(text, path):
+        _require_hub(text)
         return _checkpoint("remote", text)
     near = difflib.get_close_matches(text, preset_names(), n=1, cutoff=0.6)
     hint = f"did you mean the preset `{near[0]}`?" if near else "see `trimtab inspect --list`"
@@ -94,8 +96,15 @@ def _may_be_hub_id(text: str, path: Path) -> bool:
     return is_pair and not path.parent.is_dir() and path.suffix not in (".json", ".safetensors")
 
 
+def _require_hub(text: str) -> None:
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise ConfigError(
+            "TT604", text, "no such file, directory or preset; as a hub id it needs huggingface_hub",
+            hint="pip install 'trimtab[hub]', or name a local directory",
+        )
+
+
 def _checkpoint(kind: str, text: str) -> Target:
-    # open_source knows URLs and hub ids, and names the extra to install where one is missing.
     from trimtab.checkpoint.source import open_source  # only with weights
 
     source = open_source(text)
