@@ -3,15 +3,26 @@
 Knows: keys, defaults, ranges and which values contradict. Does not know: YAML, files, models.
 
 Pydantic reports all faults of a document in one pass; `config.load` turns them into errors with
-file and line. A rule that a type cannot express is raised through `_fault` with its error code.
+file and line. A rule that a type cannot express is raised through `fields.fault` with its error code.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from trimtab.config.evaluation import EvaluateSection
+from trimtab.config.fields import (
+    Positive,
+    PositiveInt,
+    Section,
+    Share,
+    Word,
+    fault,
+    no_bool,
+    not_yet,
+)
 
 Branch = Literal[
     "attention", "linear_attention", "sparse_attention", "dense_ffn", "shared_experts", "latent",
@@ -21,42 +32,9 @@ BaseDtype = Literal["native", "bf16", "fp32"]
 ComputeDtype = Literal["auto", "bf16", "fp32", "fp64"]
 Scheduler = Literal["cosine", "linear", "constant"]
 Overlong = Literal["truncate", "skip", "error"]
-Metric = Literal["exact_match", "bits_per_byte"]
-Kind = Literal["generate", "loss"]
-_METRIC_OF_KIND: dict[Kind, Metric] = {"generate": "exact_match", "loss": "bits_per_byte"}
 
 
-def _fault(code: str, key: str, rule: str, hint: str = "") -> PydanticCustomError:
-    """A fault of `key` (dotted, below the section that raises) with one of our codes."""
-    context = {"code": code, "key": key, "rule": rule, "hint": hint}
-    return PydanticCustomError("trimtab", "{rule}", context)
-
-
-def _no_bool(value: object) -> object:
-    """YAML reads `yes` and `on` as true, which Python would take for the number 1."""
-    if isinstance(value, bool):
-        raise _fault("TT102", "", "must be a number, not true or false")
-    return value
-
-
-def _not_yet(key: str, value: object, allowed: object) -> None:
-    if value != allowed:
-        raise _fault("TT102", key, "is not supported yet", f"leave it at {allowed}")
-
-
-Int = Annotated[int, Field(strict=True)]
-PositiveInt = Annotated[int, Field(strict=True, ge=1)]
-Number = Annotated[float, BeforeValidator(_no_bool), Field(allow_inf_nan=False)]
-Positive = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)]
-Share = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, le=1)]
-Word = Annotated[str, Field(min_length=1)]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class ModelSection(_Section):
+class ModelSection(Section):
     """Which weights to adapt.
 
     Attributes:
@@ -68,7 +46,7 @@ class ModelSection(_Section):
     revision: Word | None = None
 
 
-class LoRASection(_Section):
+class LoRASection(Section):
     """The adapter: update = scaling * B A x with A [rank, in] and B [out, rank].
 
     Attributes:
@@ -82,7 +60,7 @@ class LoRASection(_Section):
 
     rank: Annotated[int, Field(strict=True, ge=1, le=4096)] = 32
     alpha: Positive = 64.0
-    dropout: Annotated[float, BeforeValidator(_no_bool), Field(ge=0, lt=1)] = 0.05
+    dropout: Annotated[float, BeforeValidator(no_bool), Field(ge=0, lt=1)] = 0.05
     target_modules: Annotated[tuple[Word, ...], Field(min_length=1)] = (
         "q_proj", "k_proj", "v_proj", "o_proj",
     )  # fmt: skip
@@ -92,11 +70,11 @@ class LoRASection(_Section):
     @field_validator("experts")
     @classmethod
     def _experts(cls, value: str) -> str:
-        _not_yet("", value, "none")
+        not_yet("", value, "none")
         return value
 
 
-class OptimizerSection(_Section):
+class OptimizerSection(Section):
     """AdamW and its schedule.
 
     Attributes:
@@ -110,17 +88,15 @@ class OptimizerSection(_Section):
     """
 
     lr: Positive = 1e-4
-    lr_by_branch: dict[Branch, Positive] = {}
+    lr_by_branch: dict[Branch, Positive] = Field(default_factory=dict)
     scheduler: Scheduler = "cosine"
     warmup_ratio: Share = 0.03
-    weight_decay: Annotated[float, BeforeValidator(_no_bool), Field(ge=0, allow_inf_nan=False)] = (
-        0.0
-    )
+    weight_decay: Annotated[float, BeforeValidator(no_bool), Field(ge=0, allow_inf_nan=False)] = 0.0
     max_grad_norm: Positive = 1.0
     lora_b_lr_ratio: Positive = 1.0
 
 
-class VisionSection(_Section):
+class VisionSection(Section):
     """Training of the vision parts.
 
     A run on text has no images, so that `projector: lora` makes no adapter there; the run says so.
@@ -132,18 +108,18 @@ class VisionSection(_Section):
     @field_validator("tower")
     @classmethod
     def _tower(cls, value: str) -> str:
-        _not_yet("", value, "frozen")
+        not_yet("", value, "frozen")
         return value
 
     @field_validator("projector")
     @classmethod
     def _projector(cls, value: str) -> str:
         if value == "full":
-            raise _fault("TT102", "", "full is not supported yet", "use lora or frozen")
+            raise fault("TT102", "", "full is not supported yet", "use lora or frozen")
         return value
 
 
-class BatchSection(_Section):
+class BatchSection(Section):
     """Sizes in tokens of the whole job, independent of the number of ranks.
 
     Attributes:
@@ -157,7 +133,7 @@ class BatchSection(_Section):
     @model_validator(mode="after")
     def _divides(self) -> BatchSection:
         if self.tokens_per_step % self.micro_batch_tokens:
-            raise _fault(
+            raise fault(
                 "TT105", "tokens_per_step",
                 f"must be a multiple of micro_batch_tokens ({self.micro_batch_tokens})",
             )  # fmt: skip
@@ -169,13 +145,13 @@ class BatchSection(_Section):
         return self.tokens_per_step // self.micro_batch_tokens
 
 
-class SourceSection(_Section):
+class SourceSection(Section):
     """One JSONL file of records with `messages`, `prompt` and `completion`, or `text`."""
 
     path: Word
 
 
-class DataSection(_Section):
+class DataSection(Section):
     """What is trained on.
 
     Attributes:
@@ -222,21 +198,21 @@ class DataSection(_Section):
     def _ratios(self) -> DataSection:
         total = self.domain_ratio + self.general_ratio
         if abs(total - 1.0) > 1e-6:
-            raise _fault(
+            raise fault(
                 "TT105", "general_ratio",
                 f"domain_ratio {self.domain_ratio:g} and general_ratio {self.general_ratio:g} "
                 f"add to {total:g}; they must add to 1",
                 "leave one of the two out and it is filled in",
             )  # fmt: skip
         if self.general is None and self.general_ratio > 0:
-            raise _fault(
+            raise fault(
                 "TT105", "general_ratio", "is above 0 but `general` names no file",
                 "add `general: {path: ...}` or set domain_ratio to 1",
             )  # fmt: skip
         return self
 
 
-class FinetuneSection(_Section):
+class FinetuneSection(Section):
     """How the adapter is trained.
 
     Attributes:
@@ -269,7 +245,7 @@ class FinetuneSection(_Section):
     @classmethod
     def _recompute(cls, value: str) -> str:
         if value == "selective":
-            raise _fault("TT102", "", "selective is not supported yet", "use layer or none")
+            raise fault("TT102", "", "selective is not supported yet", "use layer or none")
         return value
 
     @model_validator(mode="before")
@@ -283,12 +259,12 @@ class FinetuneSection(_Section):
     @model_validator(mode="after")
     def _lengths(self) -> FinetuneSection:
         if self.steps is not None and self.epochs is not None:
-            raise _fault(
+            raise fault(
                 "TT105", "epochs", "is given beside `steps`; a run has one length",
                 "remove one, or set it to null",
             )  # fmt: skip
         if self.batch.micro_batch_tokens % self.data.max_seq_len:
-            raise _fault(
+            raise fault(
                 "TT105", "batch.micro_batch_tokens",
                 f"{self.batch.micro_batch_tokens} is not a multiple of data.max_seq_len "
                 f"({self.data.max_seq_len}); a micro-batch is a whole number of packs",
@@ -297,7 +273,7 @@ class FinetuneSection(_Section):
         return self
 
 
-class ParallelSection(_Section):
+class ParallelSection(Section):
     """Degrees of parallelism; one device so far, hence all 1."""
 
     ep: PositiveInt = 1
@@ -311,84 +287,17 @@ class ParallelSection(_Section):
     @field_validator("ep", "dp_shard", "tp", "pp", "cp")
     @classmethod
     def _one(cls, value: int) -> int:
-        _not_yet("", value, 1)
+        not_yet("", value, 1)
         return value
 
     @field_validator("capacity_factor")
     @classmethod
     def _dropless(cls, value: float | None) -> float | None:
-        _not_yet("", value, None)
+        not_yet("", value, None)
         return value
 
 
-class TaskSection(_Section):
-    """One held-out set.
-
-    Attributes:
-        name: how reports call it.
-        path: JSONL file, same records as for training.
-        kind: `generate` an answer and compare it, or measure the `loss` of the text.
-        metric: `exact_match` of generated answers, or `bits_per_byte` of the text.
-        max_new_tokens: longest generated answer.
-        limit: use only the first records.
-    """
-
-    name: Word
-    path: Word
-    kind: Kind
-    metric: Metric
-    max_new_tokens: PositiveInt = 64
-    limit: PositiveInt | None = None
-
-    @model_validator(mode="after")
-    def _pair(self) -> TaskSection:
-        if _METRIC_OF_KIND[self.kind] != self.metric:
-            raise _fault("TT105", "metric", f"must be {_METRIC_OF_KIND[self.kind]} for this kind")
-        return self
-
-
-def _with_task_defaults(kind: Kind) -> BeforeValidator:
-    """Fill name, kind and metric of a task; a plain string is its path."""
-
-    def fill(value: object) -> object:
-        if isinstance(value, str):
-            value = {"path": value}
-        if not isinstance(value, dict):
-            return value
-        filled = dict(value)
-        filled.setdefault("kind", kind)
-        for name, metric in _METRIC_OF_KIND.items():
-            if filled["kind"] == name:
-                filled.setdefault("metric", metric)
-        if isinstance(filled.get("path"), str):
-            stem = filled["path"].rsplit("/", 1)[-1].split(".", 1)[0]
-            filled.setdefault("name", stem or "task")
-        return filled
-
-    return BeforeValidator(fill)
-
-
-class GateSection(_Section):
-    """Limits an adapter must keep, each compared with its confidence bound.
-
-    Attributes:
-        min_domain_gain: least rise of the domain scores, absolute.
-        max_general_loss: greatest rise of the general loss, in bits per byte.
-    """
-
-    min_domain_gain: Number = 0.0
-    max_general_loss: Number = 0.01
-
-
-class EvaluateSection(_Section):
-    """Held-out sets and the gate; empty lists evaluate nothing."""
-
-    domain: tuple[Annotated[TaskSection, _with_task_defaults("generate")], ...] = ()
-    general: tuple[Annotated[TaskSection, _with_task_defaults("loss")], ...] = ()
-    gate: GateSection = GateSection()
-
-
-class CheckpointSection(_Section):
+class CheckpointSection(Section):
     """Saved training states.
 
     Attributes:
@@ -404,7 +313,7 @@ def _auto_is_default(value: object) -> object:
     return {} if value == "auto" else value
 
 
-class Recipe(_Section):
+class Recipe(Section):
     """A whole run.
 
     Attributes:

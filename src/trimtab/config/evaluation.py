@@ -1,0 +1,83 @@
+"""The `evaluate` section: held-out sets, how they are scored, and the gate.
+
+Knows: keys, defaults, which metric goes with which kind. Does not know: how scores are computed.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, model_validator
+
+from trimtab.config.fields import Number, PositiveInt, Section, Word, fault
+
+Metric = Literal["exact_match", "bits_per_byte"]
+Kind = Literal["generate", "loss"]
+_METRIC_OF_KIND: dict[Kind, Metric] = {"generate": "exact_match", "loss": "bits_per_byte"}
+
+
+class TaskSection(Section):
+    """One held-out set.
+
+    Attributes:
+        name: how reports call it.
+        path: JSONL file, same records as for training.
+        kind: `generate` an answer and compare it, or measure the `loss` of the text.
+        metric: `exact_match` of generated answers, or `bits_per_byte` of the text.
+        max_new_tokens: longest generated answer.
+        limit: use only the first records.
+    """
+
+    name: Word
+    path: Word
+    kind: Kind
+    metric: Metric
+    max_new_tokens: PositiveInt = 64
+    limit: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _pair(self) -> TaskSection:
+        if _METRIC_OF_KIND[self.kind] != self.metric:
+            raise fault("TT105", "metric", f"must be {_METRIC_OF_KIND[self.kind]} for this kind")
+        return self
+
+
+def _with_task_defaults(kind: Kind) -> BeforeValidator:
+    """Fill name, kind and metric of a task; a plain string is its path."""
+
+    def fill(value: object) -> object:
+        if isinstance(value, str):
+            value = {"path": value}
+        if not isinstance(value, dict):
+            return value
+        filled = dict(value)
+        filled.setdefault("kind", kind)
+        for name, metric in _METRIC_OF_KIND.items():
+            if filled["kind"] == name:
+                filled.setdefault("metric", metric)
+        if isinstance(filled.get("path"), str):
+            stem = filled["path"].rsplit("/", 1)[-1].split(".", 1)[0]
+            filled.setdefault("name", stem or "task")
+        return filled
+
+    return BeforeValidator(fill)
+
+
+class GateSection(Section):
+    """Limits an adapter must keep, each compared with its confidence bound.
+
+    Attributes:
+        min_domain_gain: least rise of the domain scores, absolute.
+        max_general_loss: greatest rise of the general loss, in bits per byte.
+    """
+
+    min_domain_gain: Number = 0.0
+    max_general_loss: Number = 0.01
+
+
+class EvaluateSection(Section):
+    """Held-out sets and the gate; empty lists evaluate nothing."""
+
+    domain: tuple[Annotated[TaskSection, _with_task_defaults("generate")], ...] = ()
+    general: tuple[Annotated[TaskSection, _with_task_defaults("loss")], ...] = ()
+    gate: GateSection = GateSection()

@@ -1,0 +1,47 @@
+"""The packaged data sets: as the manifest says, usable as they are, nothing held out is trained on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import trimtab
+from trimtab.data.encode import encode_record
+from trimtab.data.records import read_records
+from trimtab.data.tokenizer import Tokenizer
+
+DATA = Path(trimtab.__file__).parent / "demo" / "data"
+
+
+def pairs(name: str) -> list[tuple[str, str]]:
+    found = []
+    for record in read_records(DATA / name):
+        prompt, answer = record.prompt_and_answer()
+        found.append((str(prompt[0]["content"]).removeprefix("lemma: "), answer))
+    return found
+
+
+def test_files_are_those_of_the_manifest() -> None:
+    files = json.loads((DATA / "manifest.json").read_text())["files"]
+    assert set(files) == {path.name for path in DATA.glob("*.jsonl")}
+    for name, entry in files.items():
+        data = (DATA / name).read_bytes()
+        assert hashlib.sha256(data).hexdigest() == entry["sha256"], name
+        assert (len(data), data.count(b"\n")) == (entry["bytes"], entry["records"])
+
+
+def test_no_form_of_a_held_out_word_is_trained_on() -> None:
+    train, held_out = pairs("domain_train.jsonl"), pairs("domain_heldout.jsonl")
+    assert (len(train), len(held_out)) == (12_000, 500)
+    assert not {t for p in train for t in p} & {t for p in held_out for t in p}
+    words = [word for word, _ in train + held_out]
+    assert len(set(words)) == len(words)
+    assert all(word != lemma for word, lemma in train + held_out)
+
+
+def test_general_texts_are_apart_and_fit_a_pack(tokenizer: Tokenizer) -> None:
+    train = {record.text for record in read_records(DATA / "general_train.jsonl")}
+    held_out = list(read_records(DATA / "general_heldout.jsonl"))
+    assert not train & {record.text for record in held_out}
+    assert max(len(encode_record(record, tokenizer)) for record in held_out) <= 1024
