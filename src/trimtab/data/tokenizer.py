@@ -10,12 +10,12 @@ typed `<|end_of_msg|>` never becomes the marker.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import tokenizers
-from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
 from trimtab.data.template import ChatTemplate, Message, Piece
 from trimtab.errors import DataError
@@ -29,6 +29,8 @@ _NAMED = (
     "cls_token",
     "mask_token",
 )
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,14 +226,34 @@ def check_token_ids(ids: Sequence[int], vocab_size: int, where: str) -> None:
 
 
 def _read(model_dir: str | Path, name: str) -> str | None:
-    filesystem, root = url_to_fs(str(model_dir))
+    """Text of a file of a local directory, URL or hub id; None where there is none."""
+    where = f"{str(model_dir).rstrip('/')}/{name}"
     try:
-        data: bytes = filesystem.cat_file(f"{root.rstrip('/')}/{name}")
-        return data.decode("utf-8")
-    except FileNotFoundError:
+        return _read_bytes(str(model_dir), name).decode("utf-8")
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except UnicodeDecodeError:
-        raise DataError("TT405", f"{model_dir}/{name}", "is not UTF-8 text") from None
+        raise DataError("TT405", where, "is not UTF-8 text") from None
+    except ImportError as error:
+        hint = "pip install 'trimtab[http]' (or [s3], [hub], or the package fsspec names)"
+        rule = str(error)
+        if "://" not in where:
+            rule = f"is no local directory, and to read it as a hub id: {error}"
+        raise DataError("TT604", where, rule, hint=hint) from None
+    except Exception as error:
+        # Each file system behind fsspec has errors of its own.
+        raise DataError("TT405", where, f"cannot be read: {error}") from error
+
+
+def _read_bytes(model_dir: str, name: str) -> bytes:
+    remote = "://" in model_dir
+    if not remote and (Path(model_dir).exists() or not _HUB_ID.fullmatch(model_dir)):
+        return (Path(model_dir) / name).read_bytes()
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped] # it ships no types
+
+    filesystem, root = url_to_fs(model_dir if remote else f"hf://{model_dir}")
+    data: bytes = filesystem.cat_file(f"{root.rstrip('/')}/{name}")
+    return data
 
 
 def _read_json(model_dir: str | Path, name: str) -> dict[str, object] | None:

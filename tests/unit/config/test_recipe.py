@@ -261,3 +261,10 @@ def test_extends_one_level(folder: Path) -> None:
 def test_fault_in_an_extended_file_names_that_file(folder: Path) -> None:
     (folder / "base.yaml").write_text(MINIMAL + "sed: 3\n")
     assert fault(folder, "extends: base.yaml\n").where == "base.yaml:7: sed"
+
+
+def test_model_path_is_a_hub_id_only_where_no_such_directory_could_be(folder: Path) -> None:
+    text = MINIMAL.replace("model: {path: .}", "model: {path: checkpoints/k3}")
+    assert load(folder, text).model.path == "checkpoints/k3"
+    (folder / "checkpoints").mkdir()
+    assert fault(folder, text).code == "TT107"

@@ -184,3 +184,15 @@ def test_token_id_out_of_range_is_refused(bad: int) -> None:
     check_token_ids([0, 319], 320, "ids.json")
     with pytest.raises(DataError, match=r"TT403.*token 1"):
         check_token_ids([0, bad], 320, "ids.json")
+
+
+def test_tokenizer_is_read_from_a_url(tokenizer: Tokenizer) -> None:
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    memory.put(str(BASE), "/tokenizer-test", recursive=True)
+    remote = load_tokenizer("memory://tokenizer-test")
+    messages = chat(("user", "q"), ("assistant", "a"))
+    assert remote.render(messages) == tokenizer.render(messages)
+    with pytest.raises(DataError, match="TT405"):
+        load_tokenizer("nosuch://place")
