@@ -1,0 +1,94 @@
+"""AdamW over the float32 adapters, grouped by learning rate.
+
+Knows: parameter names, branches and their rates. Does not know: the schedule's curve, the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import Parameter
+
+from trimtab.arch.adapter import LoRATarget
+from trimtab.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerOptions:
+    """What the recipe says under `finetune.optimizer`, as plain values.
+
+    Args:
+        lr: base learning rate.
+        lr_by_branch: group word to learning rate, overriding `lr`.
+        weight_decay: decoupled decay.
+        betas: decay rates of the two moments.
+        eps: added to the root of the second moment.
+        lora_b_lr_ratio: factor on the rate of every lora_B.
+    """
+
+    lr: float
+    lr_by_branch: Mapping[str, float]
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    lora_b_lr_ratio: float = 1.0
+
+
+def build_optimizer(
+    parameters: Mapping[str, Parameter], targets: Sequence[LoRATarget], options: OptimizerOptions
+) -> torch.optim.AdamW:
+    """AdamW with one group per distinct learning rate, in parameter order.
+
+    Args:
+        parameters: `{fqn}.lora.A` and `{fqn}.lora.B` to float32 parameters.
+        targets: where each adapter belongs, for its branch.
+        options: rates and moments.
+
+    Raises:
+        ConfigError: a branch of `lr_by_branch` has no adapter.
+    """
+    branches = {target.fqn: target.branch for target in targets}
+    unused = set(options.lr_by_branch) - set(branches.values()) - _covering(branches)
+    if unused:
+        word = sorted(unused)[0]
+        raise ConfigError(
+            "TT105", f"finetune.optimizer.lr_by_branch.{word}", "no adapter is on this branch",
+            value=options.lr_by_branch[word],
+            hint=f"adapted branches: {', '.join(sorted(set(branches.values())))}",
+        )
+    groups: dict[float, list[Parameter]] = {}
+    for name, parameter in parameters.items():
+        fqn, matrix = name.rsplit(".lora.", 1)
+        rate = _rate(options, branches[fqn])
+        if matrix.startswith("B"):
+            rate *= options.lora_b_lr_ratio
+        groups.setdefault(rate, []).append(parameter)
+    # foreach and fused variants may sum in another order on another device; the plain loop is
+    # the same everywhere and adapters are small.
+    return torch.optim.AdamW(
+        [{"params": members, "lr": rate, "initial_lr": rate} for rate, members in groups.items()],
+        betas=options.betas, eps=options.eps, weight_decay=options.weight_decay, foreach=False,
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> float:
+    """Scale each group's initial rate by `factor`; return the first group's rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * factor
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def _rate(options: OptimizerOptions, branch: str) -> float:
+    if branch in options.lr_by_branch:
+        return options.lr_by_branch[branch]
+    if branch in ("linear_attention", "sparse_attention"):
+        return options.lr_by_branch.get("attention", options.lr)
+    return options.lr
+
+
+def _covering(branches: Mapping[str, str]) -> set[str]:
+    """`attention` counts as adapted where one of its two branches is."""
+    mixers = {"linear_attention", "sparse_attention"} & set(branches.values())
+    return {"attention"} if mixers else set()
