@@ -1,0 +1,108 @@
+"""Batch arithmetic: tokens per step into packs, micro-batches and accumulation.
+
+Knows: the three token counts and how packs are joined. Does not know: models, optimizers.
+
+Shape letters: T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trimtab.data.packing import Pack
+from trimtab.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """How one global batch is cut.
+
+    Args:
+        tokens_per_step: tokens of the global batch.
+        micro_batch_tokens: tokens of one forward and backward.
+        max_seq_len: tokens of one pack.
+    """
+
+    tokens_per_step: int
+    micro_batch_tokens: int
+    max_seq_len: int
+
+    def __post_init__(self) -> None:
+        if self.micro_batch_tokens % self.max_seq_len:
+            raise ConfigError(
+                "TT105", "finetune.batch.micro_batch_tokens",
+                f"must be a multiple of finetune.data.max_seq_len ({self.max_seq_len})",
+                value=self.micro_batch_tokens,
+                hint=f"use {max(1, self.micro_batch_tokens // self.max_seq_len) * self.max_seq_len}",
+            )
+        if self.tokens_per_step % self.micro_batch_tokens:
+            near = max(1, self.tokens_per_step // self.micro_batch_tokens) * self.micro_batch_tokens
+            raise ConfigError(
+                "TT105", "finetune.batch.tokens_per_step",
+                f"must be a multiple of finetune.batch.micro_batch_tokens ({self.micro_batch_tokens})",
+                value=self.tokens_per_step, hint=f"use {near}",
+            )
+
+    @property
+    def packs_per_step(self) -> int:
+        """Packs of the global batch."""
+        return self.tokens_per_step // self.max_seq_len
+
+    @property
+    def packs_per_micro_batch(self) -> int:
+        """Packs joined into one forward."""
+        return self.micro_batch_tokens // self.max_seq_len
+
+    @property
+    def accumulation(self) -> int:
+        """Forward and backward passes per optimisation step."""
+        return self.tokens_per_step // self.micro_batch_tokens
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens_per_step:,} tokens per step = {self.accumulation} micro-batches of "
+            f"{self.packs_per_micro_batch} x {self.max_seq_len} tokens"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Packs joined into one flat sequence of tokens.
+
+    Args:
+        input_ids: [T], int64.
+        labels: [T], int64, the token to predict at each position; IGNORE_INDEX where unsupervised.
+        lengths: documents, summing to T.
+        valid: [T], bool; False on pads.
+        token_ids: [T], int64, position in the global batch: what dropout masks are drawn from, so
+            that they do not depend on the accumulation.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    lengths: tuple[int, ...]
+    valid: Tensor
+    token_ids: Tensor
+
+
+def micro_batches(packs: Sequence[Pack], plan: BatchPlan) -> Iterator[MicroBatch]:
+    """Join the packs of one global batch, `plan.packs_per_micro_batch` at a time."""
+    for start in range(0, len(packs), plan.packs_per_micro_batch):
+        members = packs[start : start + plan.packs_per_micro_batch]
+        ids = torch.cat([torch.as_tensor(p.input_ids, dtype=torch.int64) for p in members])
+        first = start * plan.max_seq_len
+        yield MicroBatch(
+            input_ids=ids,
+            labels=torch.cat([torch.as_tensor(p.labels, dtype=torch.int64) for p in members]),
+            lengths=tuple(
+                int(end) - int(begin)
+                for p in members
+                for begin, end in zip(p.cu_seqlens[:-1], p.cu_seqlens[1:], strict=True)
+            ),
+            valid=torch.cat([torch.as_tensor(p.valid, dtype=torch.bool) for p in members]),
+            token_ids=torch.arange(first, first + ids.numel()),
+        )

@@ -1,0 +1,132 @@
+"""One optimisation step, written as the algorithm.
+
+Knows: losses, gradients, clipping. Does not know: recipes, files, where packs come from.
+
+Loss = sum over the supervised tokens of the global batch / their number, so the gradient does
+not depend on how the batch is cut into micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from trimtab.data.packing import Pack
+from trimtab.errors import RunError
+from trimtab.models.context import ForwardContext
+from trimtab.models.decoder import CausalLM
+from trimtab.ops.cross_entropy import chunked_cross_entropy
+from trimtab.train.batch import BatchPlan, MicroBatch, micro_batches
+
+IGNORE_INDEX = -100
+_LOSS_CHUNK = 1024  # rows of logits alive at once
+
+OnNaN = Literal["error", "skip"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """What stays the same over the steps of a run."""
+
+    plan: BatchPlan
+    seed: int
+    max_grad_norm: float | None
+    on_nan: OnNaN
+    recompute: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step measured.
+
+    Args:
+        loss: mean over the supervised tokens, in nats.
+        grad_norm: global norm before clipping.
+        supervised_tokens: tokens in the loss.
+        skipped: True where a number was not finite and the update was left out.
+    """
+
+    loss: float
+    grad_norm: float
+    supervised_tokens: int
+    skipped: bool
+
+
+def train_step(
+    model: CausalLM,
+    packs: Sequence[Pack],
+    parameters: Sequence[Parameter],
+    optimizer: torch.optim.Optimizer,
+    *,
+    step: int,
+    options: StepOptions,
+) -> StepResult:
+    """Forward, backward, clip and update on one global batch.
+
+    Args:
+        model: base with adapters injected.
+        packs: the packs of the global batch, in global order.
+        parameters: the adapters, those that `optimizer` updates.
+        optimizer: its learning rates are already those of this step.
+        step: number of the step, from 0; with the seed it fixes the dropout masks.
+        options: batch plan, clipping, what to do on NaN.
+
+    Raises:
+        RunError: TT602, loss or gradient is not finite and `on_nan` is "error".
+    """
+    optimizer.zero_grad(set_to_none=True)
+    supervised = sum(int(pack.num_supervised) for pack in packs)
+    loss = 0.0
+    for batch in micro_batches(packs, options.plan):
+        part = _loss_sum(model, batch, step, options) / max(1, supervised)
+        if part.requires_grad:
+            part.backward()  # type: ignore[no-untyped-call]
+        loss += part.item()
+    grad_norm = clip_gradients(parameters, options.max_grad_norm)
+    finite = math.isfinite(loss) and math.isfinite(grad_norm)
+    if not finite and options.on_nan == "error":
+        raise RunError(
+            "TT602", f"step {step + 1}", f"loss {loss}, gradient norm {grad_norm}",
+            hint="lower finetune.optimizer.lr, or set finetune.on_nan: skip to leave such steps out",
+        )
+    if finite:
+        optimizer.step()
+    return StepResult(loss, grad_norm, supervised, skipped=not finite)
+
+
+def clip_gradients(parameters: Iterable[Parameter], max_norm: float | None) -> float:
+    """Scale all gradients to a global norm of at most `max_norm`; return the norm before.
+
+    The squares are summed in float64: each parameter counts once, in any order to the same bits
+    that matter.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    squares = [g.to(torch.float64).square().sum() for g in gradients]
+    norm = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+    if max_norm is not None and math.isfinite(norm) and norm > max_norm:
+        for gradient in gradients:
+            gradient.mul_(max_norm / norm)
+    return norm
+
+
+def _loss_sum(model: CausalLM, batch: MicroBatch, step: int, options: StepOptions) -> Tensor:
+    """Sum of the losses of the supervised tokens of one micro-batch, in nats."""
+    context = ForwardContext.packed(
+        batch.lengths,
+        valid=batch.valid,
+        recompute=options.recompute,
+        training_seed=options.seed,
+        training_step=step,
+        token_ids=batch.token_ids,
+    )
+    hidden = model(batch.input_ids, context)  # [T, D]
+    rows = (batch.labels != IGNORE_INDEX).nonzero().squeeze(1)
+    return chunked_cross_entropy(
+        hidden[rows], model.lm_head.weight, batch.labels[rows], chunk=_LOSS_CHUNK
+    )
