@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from trimtab.data.packing import Pack
-from trimtab.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """How one global batch is cut.
+    """How one global batch is cut; the recipe guarantees that each count divides the one above.
 
     Args:
         tokens_per_step: tokens of the global batch.
@@ -30,22 +29,6 @@ class BatchPlan:
     tokens_per_step: int
     micro_batch_tokens: int
     max_seq_len: int
-
-    def __post_init__(self) -> None:
-        if self.micro_batch_tokens % self.max_seq_len:
-            raise ConfigError(
-                "TT105", "finetune.batch.micro_batch_tokens",
-                f"must be a multiple of finetune.data.max_seq_len ({self.max_seq_len})",
-                value=self.micro_batch_tokens,
-                hint=f"use {max(1, self.micro_batch_tokens // self.max_seq_len) * self.max_seq_len}",
-            )
-        if self.tokens_per_step % self.micro_batch_tokens:
-            near = max(1, self.tokens_per_step // self.micro_batch_tokens) * self.micro_batch_tokens
-            raise ConfigError(
-                "TT105", "finetune.batch.tokens_per_step",
-                f"must be a multiple of finetune.batch.micro_batch_tokens ({self.micro_batch_tokens})",
-                value=self.tokens_per_step, hint=f"use {near}",
-            )
 
     @property
     def packs_per_step(self) -> int:

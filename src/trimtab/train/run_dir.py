@@ -1,0 +1,174 @@
+"""The run directory: whose it is, how far it got, and its record in run.json.
+
+Knows: the files of a run and when a directory may be continued. Does not know: torch, models.
+
+    resolved.yaml  the recipe with all defaults, itself a valid recipe
+    run.json       status, versions, seed, data hashes, times, peak memory
+    metrics.jsonl  one row per step
+    checkpoints/   training states
+    adapter/       the result, in PEFT's format
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+from trimtab.checkpoint.manifest import file_sha256, write_atomic
+from trimtab.config.load import dump_recipe, load_recipe
+from trimtab.config.recipe import Recipe
+from trimtab.errors import RunError
+from trimtab.train.identity import fixed_differences
+
+RUN_FORMAT = 1
+Status = Literal["running", "finished"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """Contents of run.json.
+
+    Args:
+        status: `finished` once the adapter is written.
+        step: optimisation steps done when last written.
+        total_steps: steps of the run.
+        seed: of everything random.
+        threads: of the numeric library; bits are the same for the same number only.
+        data: training file to sha256.
+        versions: of Python and the packages that matter.
+        wall_s: seconds of training, over all starts.
+        peak_memory_gib: highest resident memory of any start.
+        starts: how often the run was started.
+        result: numbers and verdicts of the finished run.
+    """
+
+    status: Status
+    step: int
+    total_steps: int
+    seed: int
+    threads: int
+    data: dict[str, str]
+    versions: dict[str, str]
+    wall_s: float = 0.0
+    peak_memory_gib: float = 0.0
+    starts: int = 1
+    result: dict[str, object] = field(default_factory=dict)
+    format: int = RUN_FORMAT
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """Paths of one run."""
+
+    root: Path
+
+    @property
+    def resolved(self) -> Path:
+        """The resolved recipe."""
+        return self.root / "resolved.yaml"
+
+    @property
+    def record(self) -> Path:
+        """run.json."""
+        return self.root / "run.json"
+
+    @property
+    def metrics(self) -> Path:
+        """metrics.jsonl."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Directory of training states."""
+        return self.root / "checkpoints"
+
+    @property
+    def adapter(self) -> Path:
+        """Directory of the finished adapter."""
+        return self.root / "adapter"
+
+    def begin(self, recipe: Recipe, record: RunRecord) -> None:
+        """Claim the directory: write the recipe, then the record that marks it as a run's."""
+        write_atomic(self.resolved, dump_recipe(recipe).encode())
+        self.write(record)
+
+    def write(self, record: RunRecord) -> None:
+        """Replace run.json."""
+        write_atomic(self.record, (json.dumps(asdict(record), indent=1) + "\n").encode())
+
+    def read(self) -> RunRecord | None:
+        """The record, None where there is none."""
+        if not self.record.exists():
+            return None
+        try:
+            return RunRecord(**json.loads(self.record.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise RunError("TT603", str(self.record), f"is not a run record: {error}",
+                           hint="choose another `output`") from error
+
+
+def check_owner(run: RunDirectory, recipe: Recipe, data: Mapping[str, str]) -> RunRecord | None:
+    """The record of the run to continue, None for a new run.
+
+    Args:
+        run: the output directory.
+        recipe: the recipe asked for.
+        data: training file to sha256.
+
+    Raises:
+        RunError: TT601, the directory holds another run or something else.
+    """
+    if run.root.exists() and not run.root.is_dir():
+        raise RunError("TT601", "output", "is a file, not a directory", value=run.root)
+    record = run.read()
+    if record is None:
+        # A kill between the two files of `begin` leaves only the recipe: a run that did nothing.
+        names = {p.name for p in run.root.iterdir()} if run.root.is_dir() else set()
+        if names - {run.resolved.name, f"{run.resolved.name}.tmp", f"{run.record.name}.tmp"}:
+            raise RunError("TT601", "output", "holds files that are not a run's", value=run.root,
+                           hint="choose another `output`")
+        return None
+    old = load_recipe(run.resolved, [])
+    found = fixed_differences(old.model_dump(mode="json"), recipe.model_dump(mode="json"))
+    if found:
+        listed = "; ".join(f"{d.key} is {d.ours}, the run has {d.theirs}" for d in found[:5])
+        raise RunError("TT601", "output", f"belongs to a run with other values: {listed}",
+                       value=run.root, hint="choose another `output`, or restore these values")
+    changed = [path for path in data if record.data.get(path) != data[path]]
+    if changed:
+        raise RunError("TT601", "output", f"belongs to a run on other data: {changed[0]} differs",
+                       value=run.root, hint="choose another `output`, or restore the data file")
+    return record
+
+
+def data_hashes(recipe: Recipe) -> dict[str, str]:
+    """sha256 of each training file."""
+    data = recipe.finetune.data
+    paths = [data.domain.path] + ([data.general.path] if data.general else [])
+    return {path: file_sha256(Path(path)) for path in paths if Path(path).is_file()}
+
+
+def versions() -> dict[str, str]:
+    """Versions that a number may depend on."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in ("trimtab", "torch", "numpy", "safetensors", "tokenizers"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def peak_memory_gib() -> float:
+    """Highest resident memory of this process so far, in GiB."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    unit = 1 if os.uname().sysname == "Darwin" else 1024  # bytes there, KiB elsewhere
+    return peak * unit / 2**30
