@@ -134,7 +134,7 @@ def check_owner(run: RunDirectory, recipe: Recipe, data: Mapping[str, str]) -> R
             raise RunError("TT601", "output", "holds files that are not a run's", value=run.root,
                            hint="choose another `output`")
         return None
-    old = load_recipe(run.resolved, [])
+    old = load_recipe(run.resolved, check_paths=False)
     found = fixed_differences(old.model_dump(mode="json"), recipe.model_dump(mode="json"))
     if found:
         listed = "; ".join(f"{d.key} is {d.ours}, the run has {d.theirs}" for d in found[:5])
