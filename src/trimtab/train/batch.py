@@ -1,6 +1,6 @@
-"""Batch arithmetic: tokens per step into packs, micro-batches and accumulation.
+"""Micro-batches: packs joined into the flat tokens of one forward.
 
-Knows: the three token counts and how packs are joined. Does not know: models, optimizers.
+Knows: how packs are joined. Does not know: models, optimizers.
 
 Shape letters: T tokens.
 """
@@ -14,42 +14,7 @@ import torch
 from torch import Tensor
 
 from trimtab.data.packing import Pack
-
-
-@dataclass(frozen=True, slots=True)
-class BatchPlan:
-    """How one global batch is cut; the recipe guarantees that each count divides the one above.
-
-    Args:
-        tokens_per_step: tokens of the global batch.
-        micro_batch_tokens: tokens of one forward and backward.
-        max_seq_len: tokens of one pack.
-    """
-
-    tokens_per_step: int
-    micro_batch_tokens: int
-    max_seq_len: int
-
-    @property
-    def packs_per_step(self) -> int:
-        """Packs of the global batch."""
-        return self.tokens_per_step // self.max_seq_len
-
-    @property
-    def packs_per_micro_batch(self) -> int:
-        """Packs joined into one forward."""
-        return self.micro_batch_tokens // self.max_seq_len
-
-    @property
-    def accumulation(self) -> int:
-        """Forward and backward passes per optimisation step."""
-        return self.tokens_per_step // self.micro_batch_tokens
-
-    def __str__(self) -> str:
-        return (
-            f"{self.tokens_per_step:,} tokens per step = {self.accumulation} micro-batches of "
-            f"{self.packs_per_micro_batch} x {self.max_seq_len} tokens"
-        )
+from trimtab.train.plan import BatchPlan
 
 
 @dataclass(frozen=True, slots=True)

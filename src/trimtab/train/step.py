@@ -22,7 +22,8 @@ from trimtab.errors import RunError
 from trimtab.models.context import ForwardContext
 from trimtab.models.decoder import CausalLM
 from trimtab.ops.cross_entropy import chunked_cross_entropy
-from trimtab.train.batch import BatchPlan, MicroBatch, micro_batches
+from trimtab.train.batch import MicroBatch, micro_batches
+from trimtab.train.plan import BatchPlan
 
 IGNORE_INDEX = -100
 _LOSS_CHUNK = 1024  # rows of logits alive at once

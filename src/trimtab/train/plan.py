@@ -1,0 +1,119 @@
+"""What a run will do, known before any weight is read: targets and batch arithmetic.
+
+Knows: recipes and architectures. Does not know: torch, weights, data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trimtab.arch.adapter import LoRATarget, TargetTable, resolve_targets, target_table
+from trimtab.arch.load import load_arch
+from trimtab.arch.params import inventory
+from trimtab.arch.spec import ArchSpec
+from trimtab.checkpoint.source import open_source
+from trimtab.config.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """How one global batch is cut; the recipe guarantees that each count divides the one above.
+
+    Args:
+        tokens_per_step: tokens of the global batch.
+        micro_batch_tokens: tokens of one forward and backward.
+        max_seq_len: tokens of one pack.
+    """
+
+    tokens_per_step: int
+    micro_batch_tokens: int
+    max_seq_len: int
+
+    @property
+    def packs_per_step(self) -> int:
+        """Packs of the global batch."""
+        return self.tokens_per_step // self.max_seq_len
+
+    @property
+    def packs_per_micro_batch(self) -> int:
+        """Packs joined into one forward."""
+        return self.micro_batch_tokens // self.max_seq_len
+
+    @property
+    def accumulation(self) -> int:
+        """Forward and backward passes per optimisation step."""
+        return self.tokens_per_step // self.micro_batch_tokens
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens_per_step:,} tokens per step = {self.accumulation} micro-batches of "
+            f"{self.packs_per_micro_batch} x {self.max_seq_len} tokens"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """Everything `finetune --dry-run` shows.
+
+    Args:
+        arch: of the base.
+        targets: modules that get an adapter.
+        table: the same for people.
+        batch: how a global batch is cut.
+        steps: optimisation steps, None where the recipe counts epochs.
+        base_parameters: elements of the text model.
+    """
+
+    arch: ArchSpec
+    targets: tuple[LoRATarget, ...]
+    table: TargetTable
+    batch: BatchPlan
+    steps: int | None
+    base_parameters: int
+
+    @property
+    def trainable_share(self) -> float:
+        """Adapter elements over base elements."""
+        return self.table.num_parameters / self.base_parameters
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return {
+            "model": self.arch.name,
+            "targets": [
+                {"module": r.leaf, "layer_kind": r.kind, "count": r.count, "available": r.available,
+                 "parameters": r.num_parameters, "bytes": r.num_bytes}
+                for r in self.table.rows
+            ],
+            "notes": list(self.table.notes),
+            "trainable_parameters": self.table.num_parameters,
+            "trainable_bytes": self.table.num_bytes,
+            "trainable_share": self.trainable_share,
+            "tokens_per_step": self.batch.tokens_per_step,
+            "micro_batch_tokens": self.batch.micro_batch_tokens,
+            "accumulation": self.batch.accumulation,
+            "packs_per_step": self.batch.packs_per_step,
+            "steps": self.steps,
+        }
+
+
+def plan_run(recipe: Recipe) -> RunPlan:
+    """Resolve targets and batch arithmetic from the recipe and the model's config.json.
+
+    Raises:
+        AdapterError: see `resolve_targets`.
+        ArchError, CheckpointError: the model's config cannot be read.
+    """
+    source = open_source(recipe.model.path)
+    arch = load_arch(source.config(), source.where)
+    lora, batch = recipe.finetune.lora, recipe.finetune.batch
+    targets = resolve_targets(
+        arch, target_modules=lora.target_modules, rank=lora.rank, alpha=lora.alpha,
+        dropout=lora.dropout, scaling=lora.scaling, experts=lora.experts,
+    )
+    text = sum(p.numel for p in inventory(arch) if p.owner not in ("vision", "projector"))
+    return RunPlan(
+        arch, targets, target_table(arch, targets),
+        BatchPlan(batch.tokens_per_step, batch.micro_batch_tokens, recipe.finetune.data.max_seq_len),
+        recipe.finetune.steps, text,
+    )
