@@ -65,13 +65,13 @@ def text_loss(
     *,
     max_seq_len: int,
     batch_tokens: int,
-    bos_id: int | None = None,
     progress: Progress | None = None,
 ) -> TextLoss:
     """Loss of every token of every text, packed, without gradients.
 
     A text longer than `max_seq_len` is cut into windows that share one token, so that each token
-    is predicted once. Without `bos_id` the first token of a text has nothing to be predicted from.
+    is predicted once. Where the tokenizer puts no begin id before a text, its first token has
+    nothing to be predicted from and is left out.
 
     Args:
         model: as it is, adapters included.
@@ -79,9 +79,9 @@ def text_loss(
         texts: held-out texts.
         max_seq_len: longest window.
         batch_tokens: tokens per forward.
-        bos_id: put in front of each text.
         progress: told (windows done, windows in all).
     """
+    bos_id = tokenizer.bos_id if tokenizer.add_bos else None
     windows = [
         _Window(index, piece)
         for index, text in enumerate(texts)
@@ -125,7 +125,7 @@ def _losses(model: CausalLM, batch: Sequence[_Window]) -> list[float]:
     device = model.embed.weight.device
     lengths = [len(window.ids) for window in batch]
     ids = torch.tensor([i for window in batch for i in window.ids], device=device)
-    hidden = model(ids, ForwardContext.packed(lengths))  # [T, D]
+    hidden = model(ids, ForwardContext.packed(lengths, device))  # [T, D]
     losses = _token_losses(model, hidden[:-1], ids[1:])
     # The prediction that crosses from one window into the next is nobody's.
     sums, start = [], 0

@@ -5,7 +5,7 @@ Knows: conversations, generation, comparison of strings. Does not know: recipes,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from trimtab.data.tokenizer import Tokenizer
@@ -13,7 +13,7 @@ from trimtab.models.decoder import CausalLM
 from trimtab.models.generate import generate
 
 Progress = Callable[[int, int], None]
-Message = dict[str, str]
+Message = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,28 +53,47 @@ def answer_all(
     questions: Sequence[Question],
     *,
     max_new_tokens: int,
-    batch_size: int,
+    batch_tokens: int,
     progress: Progress | None = None,
 ) -> tuple[Answer, ...]:
     """Greedy answers in the order of the questions.
 
-    Questions of similar length are generated together, `batch_size` at a time; the answer to one
-    does not depend on its neighbours.
+    Args:
+        model: as it is, adapters included.
+        tokenizer: of the checkpoint.
+        questions: conversations to answer.
+        max_new_tokens: longest answer.
+        batch_tokens: questions of similar length are generated together, as many as keep prompts
+            and answers within this; the answer to one does not depend on its neighbours.
+        progress: told (questions done, questions in all).
     """
     prompts = [
-        tokenizer.render(list(q.messages), add_generation_prompt=True).ids for q in questions
+        tokenizer.render(list(q.messages), add_generation_prompt=True).token_ids for q in questions
     ]
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     texts = [""] * len(prompts)
-    for start in range(0, len(order), batch_size):
-        rows = order[start : start + batch_size]
+    done = 0
+    for rows in _groups([len(p) + max_new_tokens for p in prompts], batch_tokens):
         found = generate(
-            model, [list(prompts[i]) for i in rows], max_new_tokens=max_new_tokens,
+            model, [prompts[i] for i in rows], max_new_tokens=max_new_tokens,
             stop_ids=tokenizer.stop_ids,
         )
         for row, ids in zip(rows, found, strict=True):
-            kept = [i for i in ids if i not in tokenizer.stop_ids]
-            texts[row] = tokenizer.decode(kept)
+            texts[row] = tokenizer.decode(ids)
+        done += len(rows)
         if progress is not None:
-            progress(start + len(rows), len(order))
+            progress(done, len(prompts))
     return tuple(Answer(q, t) for q, t in zip(questions, texts, strict=True))
+
+
+def _groups(sizes: Sequence[int], budget: int) -> Iterator[list[int]]:
+    """Indices, shortest first, cut where the sum of sizes would exceed the budget."""
+    group: list[int] = []
+    total = 0
+    for index in sorted(range(len(sizes)), key=lambda i: sizes[i]):
+        if group and total + sizes[index] > budget:
+            yield group
+            group, total = [], 0
+        group.append(index)
+        total += sizes[index]
+    if group:
+        yield group

@@ -15,7 +15,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
@@ -25,6 +25,7 @@ from trimtab.config.load import dump_recipe, load_recipe
 from trimtab.config.recipe import Recipe
 from trimtab.errors import RunError
 from trimtab.train.identity import fixed_differences
+from trimtab.verdict import Verdict
 
 RUN_FORMAT = 1
 Status = Literal["running", "finished"]
@@ -42,10 +43,11 @@ class RunRecord:
         threads: of the numeric library; bits are the same for the same number only.
         data: training file to sha256.
         versions: of Python and the packages that matter.
+        steps_asked, epochs_asked: length in the recipe's own words.
         wall_s: seconds of training, over all starts.
         peak_memory_gib: highest resident memory of any start.
         starts: how often the run was started.
-        result: numbers and verdicts of the finished run.
+        verdicts: checks of the finished adapter.
     """
 
     status: Status
@@ -55,10 +57,12 @@ class RunRecord:
     threads: int
     data: dict[str, str]
     versions: dict[str, str]
+    steps_asked: int | None = None
+    epochs_asked: float | None = None
     wall_s: float = 0.0
     peak_memory_gib: float = 0.0
     starts: int = 1
-    result: dict[str, object] = field(default_factory=dict)
+    verdicts: tuple[Verdict, ...] = ()
     format: int = RUN_FORMAT
 
 
@@ -107,8 +111,10 @@ class RunDirectory:
         if not self.record.exists():
             return None
         try:
-            return RunRecord(**json.loads(self.record.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
+            values = json.loads(self.record.read_text(encoding="utf-8"))
+            values["verdicts"] = tuple(Verdict(**v) for v in values["verdicts"])
+            return RunRecord(**values)
+        except (ValueError, TypeError, KeyError) as error:
             raise RunError("TT603", str(self.record), f"is not a run record: {error}",
                            hint="choose another `output`") from error
 

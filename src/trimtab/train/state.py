@@ -38,12 +38,12 @@ class TrainState:
 
     Args:
         step: steps done.
-        data_position: packs consumed.
+        data: place in the data stream, as `DataStream.state` gives it.
         identity: hash of the recipe values that may not change.
     """
 
     step: int
-    data_position: int
+    data: Mapping[str, object]
     identity: str
 
 

@@ -19,11 +19,13 @@ from torch.nn import Parameter
 
 from trimtab.data.packing import Pack
 from trimtab.errors import RunError
-from trimtab.models.context import ForwardContext
+from trimtab.models.context import DropoutKey, ForwardContext
 from trimtab.models.decoder import CausalLM
+from trimtab.models.tape import ChoiceTape
 from trimtab.ops.cross_entropy import chunked_cross_entropy
 from trimtab.train.batch import MicroBatch, micro_batches
 from trimtab.train.plan import BatchPlan
+from trimtab.train.router_load import RouterLoad
 
 IGNORE_INDEX = -100
 _LOSS_CHUNK = 1024  # rows of logits alive at once
@@ -67,6 +69,7 @@ def train_step(
     *,
     step: int,
     options: StepOptions,
+    load: RouterLoad | None = None,
 ) -> StepResult:
     """Forward, backward, clip and update on one global batch.
 
@@ -77,6 +80,7 @@ def train_step(
         optimizer: its learning rates are already those of this step.
         step: number of the step, from 0; with the seed it fixes the dropout masks.
         options: batch plan, clipping, what to do on NaN.
+        load: counts the tokens of each expert.
 
     Raises:
         RunError: TT602, loss or gradient is not finite and `on_nan` is "error".
@@ -85,7 +89,7 @@ def train_step(
     supervised = sum(int(pack.num_supervised) for pack in packs)
     loss = 0.0
     for batch in micro_batches(packs, options.plan):
-        part = _loss_sum(model, batch, step, options) / max(1, supervised)
+        part = _loss_sum(model, batch, step, options, load) / max(1, supervised)
         if part.requires_grad:
             part.backward()  # type: ignore[no-untyped-call]
         loss += part.item()
@@ -116,18 +120,23 @@ def clip_gradients(parameters: Iterable[Parameter], max_norm: float | None) -> f
     return norm
 
 
-def _loss_sum(model: CausalLM, batch: MicroBatch, step: int, options: StepOptions) -> Tensor:
+def _loss_sum(
+    model: CausalLM, batch: MicroBatch, step: int, options: StepOptions, load: RouterLoad | None
+) -> Tensor:
     """Sum of the losses of the supervised tokens of one micro-batch, in nats."""
+    device = model.embed.weight.device
     context = ForwardContext.packed(
         batch.lengths,
-        valid=batch.valid,
+        device,
+        valid=batch.valid.to(device),
+        token_ids=batch.token_ids.to(device),
+        # Recomputed layers must route their tokens as the first pass did.
+        tape=ChoiceTape() if options.recompute else None,
+        stats=None if load is None else load.micro_batch(),
+        dropout=DropoutKey(options.seed, step),
         recompute=options.recompute,
-        training_seed=options.seed,
-        training_step=step,
-        token_ids=batch.token_ids,
     )
-    hidden = model(batch.input_ids, context)  # [T, D]
-    rows = (batch.labels != IGNORE_INDEX).nonzero().squeeze(1)
-    return chunked_cross_entropy(
-        hidden[rows], model.lm_head.weight, batch.labels[rows], chunk=_LOSS_CHUNK
-    )
+    labels = batch.labels.to(device)
+    hidden = model(batch.input_ids.to(device), context)  # [T, D]
+    rows = (labels != IGNORE_INDEX).nonzero().squeeze(1)
+    return chunked_cross_entropy(hidden[rows], model.head_weight, labels[rows], chunk=_LOSS_CHUNK)

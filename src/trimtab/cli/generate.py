@@ -1,0 +1,79 @@
+"""`trimtab generate MODEL`: stream an answer, with an adapter, or base and adapter in turn."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from trimtab.evaluate.answer import Speaker
+
+app = typer.Typer()
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="checkpoint directory or URL")],
+    adapter: Annotated[Path | None, typer.Option("--adapter", help="PEFT directory")] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", help="what the user says")] = None,
+    interactive: Annotated[
+        bool, typer.Option("--interactive", help="a conversation; an empty line or Ctrl-D ends it")
+    ] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="answer with the base and with the adapter")
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 128,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="continue the prompt as text, without chat template")
+    ] = False,
+    base_dtype: Annotated[str, typer.Option("--base-dtype", help="native, bf16 or fp32")] = "bf16",
+) -> None:
+    """Answer a prompt greedily and stream the text to stdout."""
+    from trimtab.errors import ConfigError
+
+    if (prompt is None) == (not interactive):
+        raise ConfigError("TT108", "--prompt", "give either --prompt or --interactive")
+    if compare and adapter is None:
+        raise ConfigError("TT108", "--compare", "needs --adapter")
+    if base_dtype not in ("native", "bf16", "fp32"):
+        raise ConfigError("TT108", "--base-dtype", "must be native, bf16 or fp32", value=base_dtype)
+    if adapter is not None and not adapter.is_dir():
+        raise ConfigError("TT107", "--adapter", "no such directory", value=adapter)
+    from trimtab.evaluate.answer import Speaker
+
+    speaker = Speaker.load(model, adapter, base_dtype=base_dtype, max_new_tokens=max_new_tokens,
+                           raw=raw)
+    if prompt is not None:
+        _answer(speaker, [{"role": "user", "content": prompt}], compare)
+        return
+    _converse(speaker, compare)
+
+
+def _converse(speaker: Speaker, compare: bool) -> None:
+    """Question and answer until end of input; with --compare the adapter's answer is kept."""
+    messages: list[dict[str, str]] = []
+    while True:
+        typer.echo("> ", nl=False, err=True)
+        line = sys.stdin.readline()
+        if not line.strip():
+            return
+        messages.append({"role": "user", "content": line.rstrip("\n")})
+        messages.append({"role": "assistant", "content": _answer(speaker, messages, compare)})
+
+
+def _answer(speaker: Speaker, messages: list[dict[str, str]], compare: bool) -> str:
+    """Stream one answer, or the base's and then the adapter's; return the last."""
+    text = ""
+    for title, use_adapter in (("base", False), ("adapter", True)) if compare else (("", True),):
+        if title:
+            typer.echo(f"{title}: ", nl=False)
+        text = ""
+        for piece in speaker.stream(messages, use_adapter=use_adapter):
+            typer.echo(piece, nl=False)
+            sys.stdout.flush()
+            text += piece
+        typer.echo()
+    return text

@@ -1,0 +1,125 @@
+"""Checks of a finished adapter: the file holds what was trained, and merging changes nothing.
+
+Knows: trained modules, the written adapter, one probe pack. Does not know: recipes, the loop.
+
+Shape letters: R probe rows, W vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from trimtab.arch.spec import ArchSpec
+from trimtab.checkpoint.adapter import load_adapter
+from trimtab.errors import AdapterError
+from trimtab.models.context import ForwardContext
+from trimtab.models.decoder import CausalLM
+from trimtab.models.linear import Linear
+from trimtab.models.lora import disabled, lora_modules
+from trimtab.models.tape import ChoiceTape
+from trimtab.train.batch import MicroBatch
+from trimtab.verdict import Verdict
+
+_PROBE_ROWS = 256
+MERGE_LIMIT: dict[torch.dtype, float] = {
+    torch.float64: 1e-10,
+    torch.float32: 1e-4,
+    torch.bfloat16: 5e-2,
+}
+"""Largest logit difference over the largest logit, by compute dtype, routing held fixed."""
+
+
+def check_gradients(parameters: Mapping[str, Parameter]) -> None:
+    """After the first backward pass every lora_B has moved off zero gradient.
+
+    Raises:
+        AdapterError: TT504, naming the first silent tensors.
+    """
+    silent = [
+        name for name, p in parameters.items()
+        if name.endswith(".lora.B") and (p.grad is None or not bool(p.grad.any()))
+    ]
+    if silent:
+        raise AdapterError(
+            "TT504", silent[0], f"{len(silent)} adapters got no gradient in the first step: "
+            f"{', '.join(silent[:5])}",
+        )
+
+
+def check_adapter_file(
+    path: Path, arch: ArchSpec, parameters: Mapping[str, Parameter]
+) -> Verdict:
+    """Read the adapter back and compare every tensor bit for bit."""
+    stored = load_adapter(path, arch).tensors
+    wrong = sorted(stored.keys() ^ parameters.keys()) + [
+        name for name in sorted(stored.keys() & parameters.keys())
+        if not torch.equal(stored[name], parameters[name].detach().cpu())
+    ]
+    where = wrong[0] if wrong else path.name
+    return Verdict.at_most("adapter tensors that differ after reading back", len(wrong), 0, where)
+
+
+@torch.no_grad()
+def check_merge(model: CausalLM, batch: MicroBatch) -> tuple[Verdict, ...]:
+    """Logits of the merged weights against base + adapter on one probe, routing held fixed.
+
+    The first verdict merges in float32 (in float64 where the base is) and tests the arithmetic;
+    the second reports, without a limit, what rounding the merged weights to the stored dtype
+    costs in units of the adapter's own effect.
+    """
+    tape = ChoiceTape()
+    adapted = _logits(model, batch, tape)
+    forced = tape.choices
+    with disabled(model):
+        base = _logits(model, batch, ChoiceTape("force", forced))
+    with _merged(model, rounded=False):
+        exact = _logits(model, batch, ChoiceTape("force", forced))
+    with _merged(model, rounded=True):
+        rounded = _logits(model, batch, ChoiceTape("force", forced))
+    relative = float((exact - adapted).abs().max() / adapted.abs().max())
+    effect = float((adapted - base).norm())
+    noise = float((rounded - adapted).norm()) / effect if effect > 0 else 0.0
+    limit = MERGE_LIMIT[model.compute_dtype]
+    return (
+        Verdict.at_most("merged against adapter, largest relative logit difference", relative,
+                        limit),
+        Verdict("rounding of merged weights, share of the adapter's effect", noise, None, True),
+    )
+
+
+def _logits(model: CausalLM, batch: MicroBatch, tape: ChoiceTape) -> Tensor:
+    """[R, W] of the first real tokens, at least float32."""
+    device = model.embed.weight.device
+    valid = batch.valid.to(device)
+    context = ForwardContext.packed(batch.lengths, device, valid=valid, tape=tape)
+    hidden = model(batch.input_ids.to(device), context)
+    logits = model.logits(hidden[valid][:_PROBE_ROWS])
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+@contextmanager
+def _merged(model: CausalLM, *, rounded: bool) -> Iterator[None]:
+    """Adapted modules carry merged weights and no adapter inside the block."""
+    kept = []
+    for name, lora in lora_modules(model).items():
+        module = model.get_submodule(name)
+        assert isinstance(module, Linear), f"{name} holds a LoRA child but is no Linear"
+        kept.append((module, module.weight, lora))
+    try:
+        for module, weight, lora in kept:
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            merged = weight.to(wide) + lora.delta().to(wide)
+            merged = merged.to(weight.dtype) if rounded else merged
+            module.weight = Parameter(merged, requires_grad=False)
+            module.lora = None
+        yield
+    finally:
+        for module, weight, lora in kept:
+            module.weight = weight
+            module.lora = lora

@@ -1,0 +1,317 @@
+"""The fine-tuning run, assembled: recipe in, checked adapter out.
+
+Knows: the order of things. Does not know: how one step computes (`step`), what a state holds
+(`state`), whose a directory is (`run_dir`).
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch.nn import Parameter
+
+from trimtab.checkpoint.adapter import AdapterMeta, save_adapter
+from trimtab.checkpoint.load import load_model
+from trimtab.checkpoint.source import open_source
+from trimtab.config.recipe import Recipe
+from trimtab.data.packing import Pack
+from trimtab.data.stream import DataStream
+from trimtab.data.tokenizer import load_tokenizer
+from trimtab.errors import RunError
+from trimtab.models.decoder import CausalLM
+from trimtab.models.lora import inject, lora_parameters
+from trimtab.train.adapter_check import check_adapter_file, check_gradients, check_merge
+from trimtab.train.batch import micro_batches
+from trimtab.train.identity import fixed_hash
+from trimtab.train.metrics import MetricsWriter
+from trimtab.train.optimizer import OptimizerOptions, build_optimizer, set_learning_rate
+from trimtab.train.plan import RunPlan, plan_run
+from trimtab.train.reporter import ConsoleReporter, Reporter
+from trimtab.train.router_load import RouterLoad
+from trimtab.train.run_dir import (
+    RunDirectory,
+    RunRecord,
+    check_owner,
+    data_hashes,
+    peak_memory_gib,
+    versions,
+)
+from trimtab.train.schedule import Schedule
+from trimtab.train.state import TrainState, newest_state, restore_state, save_state
+from trimtab.train.step import StepOptions, StepResult, train_step
+from trimtab.verdict import Verdict
+
+_COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What a run ended with.
+
+    Args:
+        output: run directory.
+        adapter: PEFT directory.
+        steps: optimisation steps of the whole run.
+        resumed_from: step it continued from, 0 for a new run.
+        was_finished: nothing was left to do.
+        first_loss, last_loss: mean token loss of the first and last step of this start.
+        tokens_per_second: of this start, pads included.
+        wall_s: seconds of training over all starts.
+        peak_memory_gib: highest resident memory over all starts.
+        trainable_parameters, trainable_share: adapter elements, and over base elements.
+        verdicts: checks of the adapter.
+    """
+
+    output: str
+    adapter: str
+    steps: int
+    resumed_from: int
+    was_finished: bool
+    first_loss: float | None
+    last_loss: float | None
+    tokens_per_second: float
+    wall_s: float
+    peak_memory_gib: float
+    trainable_parameters: int
+    trainable_share: float
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check of the adapter passed."""
+        return all(verdict.passed for verdict in self.verdicts)
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return {**asdict(self), "passed": self.passed}
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Everything the steps need, assembled once."""
+
+    recipe: Recipe
+    plan: RunPlan
+    run: RunDirectory
+    model: CausalLM
+    parameters: dict[str, Parameter]
+    optimizer: torch.optim.Optimizer
+    stream: DataStream
+    schedule: Schedule
+    options: StepOptions
+
+    @property
+    def total_steps(self) -> int:
+        return self.schedule.total_steps
+
+
+def finetune(recipe: Recipe, reporter: Reporter | None = None) -> RunResult:
+    """Train an adapter as the recipe says, or continue, or say that it is done.
+
+    The output directory decides: absent or empty starts anew; a directory of the same run
+    continues from its newest whole state, bit for bit; a finished one returns at once.
+
+    Args:
+        recipe: a checked recipe.
+        reporter: None for stderr.
+
+    Raises:
+        RunError: TT601 the directory is another run's, TT602 loss not finite, TT603 damaged state.
+        TrimtabError: anything wrong with model, data or targets; nothing is written then.
+    """
+    say = ConsoleReporter() if reporter is None else reporter
+    run = RunDirectory(Path(recipe.output))
+    data = data_hashes(recipe)
+    record = check_owner(run, recipe, data)
+    plan = plan_run(recipe)
+    if record is not None and _is_finished(recipe, record, run):
+        say.say(f"{run.root} is finished: {record.step} steps; nothing to do")
+        return _finished(run, plan, record)
+    say.plan(plan)
+    tokenizer = load_tokenizer(recipe.model.path)
+    stream = DataStream(recipe.finetune.data, tokenizer, recipe.seed, plan.arch.vocab_size)
+    job = _assemble(recipe, plan, run, stream, say)
+    state, record = _begin(job, record, data, say)
+    losses, speed, record = _run_steps(job, state, record, say)
+    record, verdicts = _finish(job, record, say)
+    return RunResult(
+        output=str(run.root), adapter=str(run.adapter), steps=record.step,
+        resumed_from=state.step, was_finished=False,
+        first_loss=losses[0] if losses else None, last_loss=losses[-1] if losses else None,
+        tokens_per_second=speed, wall_s=record.wall_s, peak_memory_gib=record.peak_memory_gib,
+        trainable_parameters=plan.table.num_parameters, trainable_share=plan.trainable_share,
+        verdicts=verdicts,
+    )
+
+
+def _is_finished(recipe: Recipe, record: RunRecord, run: RunDirectory) -> bool:
+    """Whether nothing is left to do: the same length was reached and the adapter is there."""
+    asked = (recipe.finetune.steps, recipe.finetune.epochs)
+    same_length = asked == (record.steps_asked, record.epochs_asked)
+    return record.status == "finished" and same_length and run.adapter.is_dir()
+
+
+def _finished(run: RunDirectory, plan: RunPlan, record: RunRecord) -> RunResult:
+    return RunResult(
+        output=str(run.root), adapter=str(run.adapter), steps=record.step,
+        resumed_from=record.step, was_finished=True, first_loss=None,
+        last_loss=None, tokens_per_second=0.0, wall_s=record.wall_s,
+        peak_memory_gib=record.peak_memory_gib,
+        trainable_parameters=plan.table.num_parameters, trainable_share=plan.trainable_share,
+        verdicts=record.verdicts,
+    )
+
+
+def _assemble(
+    recipe: Recipe, plan: RunPlan, run: RunDirectory, stream: DataStream, say: Reporter
+) -> _Job:
+    """Load weights, inject adapters, set up optimizer and schedule."""
+    length = recipe.finetune
+    steps = length.steps
+    if steps is None:
+        assert length.epochs is not None, "a recipe has steps or epochs"
+        steps = stream.steps_for_epochs(length.epochs, plan.batch.tokens_per_step)
+        say.say(f"{length.epochs:g} epochs = {steps} steps")
+    compute = None if length.compute_dtype == "auto" else _COMPUTE[length.compute_dtype]
+    with say.progress("loading weights (%)") as update:
+        model, _ = load_model(
+            recipe.model.path, base_dtype=length.base_dtype, compute_dtype=compute,
+            progress=lambda done, total: update(100 * done // max(1, total), 100),
+        )
+    inject(model, plan.targets, recipe.seed)
+    parameters = lora_parameters(model)
+    settings = length.optimizer
+    options = OptimizerOptions(
+        settings.lr, {str(k): v for k, v in settings.lr_by_branch.items()}, settings.weight_decay,
+        lora_b_lr_ratio=settings.lora_b_lr_ratio,
+    )
+    return _Job(
+        recipe, plan, run, model, parameters,
+        build_optimizer(parameters, plan.targets, options), stream,
+        Schedule.from_ratio(settings.scheduler, steps, settings.warmup_ratio),
+        StepOptions(plan.batch, recipe.seed, settings.max_grad_norm, "error",
+                    length.recompute == "layer"),
+    )
+
+
+def _begin(
+    job: _Job, record: RunRecord | None, data: dict[str, str], say: Reporter
+) -> tuple[TrainState, RunRecord]:
+    """Claim the directory, or restore the newest state of the run that owns it."""
+    length, threads = job.recipe.finetune, torch.get_num_threads()
+    fresh = RunRecord(
+        status="running", step=0, total_steps=job.total_steps, seed=job.recipe.seed,
+        threads=threads, data=data, versions=versions(), steps_asked=length.steps,
+        epochs_asked=length.epochs,
+    )
+    # Without defaults, so that a key added by a later version does not orphan a running job.
+    identity = fixed_hash(job.recipe.model_dump(mode="json", exclude_defaults=True))
+    state = TrainState(0, {}, identity)
+    if record is not None:
+        if record.threads != threads:
+            say.say(f"warning: {threads} threads, the run began with {record.threads}: "
+                    "losses continue within rounding, not bit for bit")
+        newest = newest_state(job.run.checkpoints)
+        if newest is not None:
+            state = restore_state(newest, job.parameters, job.optimizer)
+            if state.identity != identity:
+                raise RunError("TT603", str(newest), "was saved by a run with another recipe",
+                               hint="put back the checkpoints of this run")
+            job.stream.restore(state.data)
+        if state.step > job.total_steps:
+            raise RunError("TT601", "finetune.steps", f"the run has done {state.step} steps; "
+                           "a run can be made longer, not shorter", value=job.total_steps)
+        say.say(f"continuing {job.run.root} after step {state.step}")
+        fresh = replace(fresh, step=state.step, wall_s=record.wall_s, starts=record.starts + 1,
+                        peak_memory_gib=record.peak_memory_gib)
+    job.run.begin(job.recipe, fresh)
+    return state, fresh
+
+
+def _run_steps(
+    job: _Job, state: TrainState, record: RunRecord, say: Reporter
+) -> tuple[list[float], float, RunRecord]:
+    """All remaining steps; returns their losses, tokens per second and the record so far."""
+    losses: list[float] = []
+    parameters = list(job.parameters.values())
+    batch, saving = job.plan.batch, job.recipe.checkpoint
+    started, before = time.perf_counter(), record.wall_s
+    with (
+        MetricsWriter(job.run.metrics, keep_through=state.step) as metrics,
+        say.progress("training") as update,
+    ):
+        for step in range(state.step, job.total_steps):
+            begun = time.perf_counter()
+            packs = [job.stream.next_pack() for _ in range(batch.packs_per_step)]
+            rate = set_learning_rate(job.optimizer, job.schedule.factor(step))
+            load = RouterLoad()
+            result = train_step(job.model, packs, parameters, job.optimizer, step=step,
+                                options=job.options, load=load)
+            if step == 0 and not result.skipped:
+                check_gradients(job.parameters)
+            losses.append(result.loss)
+            metrics.write(_row(job, step, rate, result, packs, load, time.perf_counter() - begun))
+            update(step + 1, job.total_steps, f"loss {result.loss:.4f}")
+            if (step + 1) % saving.every_steps == 0 or step + 1 == job.total_steps:
+                done = TrainState(step + 1, job.stream.state(), state.identity)
+                save_state(job.run.checkpoints, done, job.parameters, job.optimizer,
+                           keep=saving.keep)
+                record = replace(
+                    record, step=step + 1, wall_s=before + time.perf_counter() - started,
+                    peak_memory_gib=max(record.peak_memory_gib, peak_memory_gib()),
+                )
+                job.run.write(record)
+    elapsed = record.wall_s - before
+    speed = len(losses) * batch.tokens_per_step / elapsed if losses else 0.0
+    return losses, speed, record
+
+
+def _row(
+    job: _Job, step: int, rate: float, result: StepResult, packs: Sequence[Pack],
+    load: RouterLoad, elapsed: float,
+) -> dict[str, object]:
+    """One line of metrics.jsonl; `lr` is the rate of the first parameter group."""
+    tokens = job.plan.batch.tokens_per_step
+    real = sum(int(pack.valid.sum()) for pack in packs)
+    return {
+        "step": step + 1,
+        "loss": result.loss,
+        "lr": rate,
+        "grad_norm": result.grad_norm,
+        "tokens": tokens,
+        "real_tokens": real,
+        "supervised_tokens": result.supervised_tokens,
+        "domain_share": sum(p.tokens_by_source.get("domain", 0) for p in packs) / max(1, real),
+        "tokens_per_second": round(tokens / elapsed, 1),
+        "step_time_s": round(elapsed, 4),
+        "peak_memory_gib": round(peak_memory_gib(), 4),
+        "router_max_over_mean": load.max_over_mean(),
+        "skipped": result.skipped,
+    }
+
+
+def _finish(
+    job: _Job, record: RunRecord, say: Reporter
+) -> tuple[RunRecord, tuple[Verdict, ...]]:
+    """Write the adapter, check it, and close the run's record."""
+    adapter = job.run.adapter
+    # An adapter from before a kill or from a shorter run is made anew from the same state.
+    shutil.rmtree(adapter, ignore_errors=True)
+    meta = AdapterMeta(job.recipe.model.path, open_source(job.recipe.model.path).fingerprint(),
+                       {"steps": record.step})
+    save_adapter(adapter, job.plan.arch, job.plan.targets, job.parameters, meta)
+    (probe,) = micro_batches([job.stream.next_pack()], job.plan.batch)
+    verdicts = (
+        check_adapter_file(adapter, job.plan.arch, job.parameters),
+        *check_merge(job.model, probe),
+    )
+    for verdict in verdicts:
+        say.say(str(verdict))
+    record = replace(record, status="finished", verdicts=verdicts)
+    job.run.write(record)
+    return record, verdicts
