@@ -1,0 +1,58 @@
+"""The tolerance table: every limit on a numeric difference, with the noise measured beside it.
+
+Errors are relative to the largest magnitude of the tensor compared. `noise` is what the same
+comparison measures here (worst over its cases); a limit leaves room for other machines' summation
+orders and is never raised to make a check pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """A limit for one kind of comparison.
+
+    Args:
+        limit: largest relative error allowed.
+        noise: relative error measured.
+    """
+
+    limit: float
+    noise: float
+
+
+TOLERANCES: dict[str, Tolerance] = {
+    # Whole models against transformers or the naive float64 model.
+    "model.logits.float64": Tolerance(1e-10, 9e-15),
+    "model.gradients.float64": Tolerance(1e-9, 5e-14),
+    "model.logits.float32": Tolerance(5e-5, 1.4e-5),
+    "model.gradients.float32": Tolerance(5e-4, 6e-5),
+    "model.hidden.float64": Tolerance(1e-10, 2e-14),
+    # One model against itself: cached decoding, packs, recomputation.
+    "self.float64": Tolerance(1e-10, 2e-14),
+    "self.float32": Tolerance(1e-5, 3e-6),
+    # KDA in chunks against the recurrence in float64, gates g >= -5 and g >= -60.
+    "kda.output.float64": Tolerance(1e-12, 1e-15),
+    "kda.output.float32": Tolerance(1e-5, 6e-7),
+    "kda.gradients.float32": Tolerance(1e-4, 2e-6),
+    "kda.output.float32.hard": Tolerance(2e-5, 2e-6),
+    "kda.gradients.float32.hard": Tolerance(2e-4, 2e-5),
+    # Blockwise attention, grouped experts, chunked cross-entropy against their references.
+    "attention.float64": Tolerance(1e-12, 1e-15),
+    "attention.float32": Tolerance(1e-5, 6e-7),
+    "experts.float64": Tolerance(1e-12, 1e-15),
+    "cross_entropy.float64": Tolerance(1e-12, 1e-15),
+    # Merged weights against base plus adapter, in the storage dtype of the base.
+    "merge.float32": Tolerance(1e-5, 2e-6),
+}
+
+
+def limit(kind: str) -> float:
+    """The limit of a kind of comparison.
+
+    Raises:
+        KeyError: the table has no such kind.
+    """
+    return TOLERANCES[kind].limit
