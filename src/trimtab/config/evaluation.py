@@ -20,10 +20,11 @@ class TaskSection(Section):
     """One held-out set.
 
     Attributes:
-        name: how reports call it.
+        name: how reports call it; the file's name where left out.
         path: JSONL file, same records as for training.
-        kind: `generate` an answer and compare it, or measure the `loss` of the text.
-        metric: `exact_match` of generated answers, or `bits_per_byte` of the text.
+        kind: `generate` an answer and compare it (domain sets by default), or measure the `loss`
+            of the text (general sets by default).
+        metric: `exact_match` of generated answers, `bits_per_byte` of text; follows from `kind`.
         max_new_tokens: longest generated answer.
         limit: use only the first records.
     """
@@ -76,7 +77,13 @@ class GateSection(Section):
 
 
 class EvaluateSection(Section):
-    """Held-out sets and the gate; empty lists evaluate nothing."""
+    """Held-out sets and the gate; empty lists evaluate nothing.
+
+    Attributes:
+        domain: sets of the new task; a plain path is a set whose answers are generated.
+        general: sets that must not suffer; a plain path is a set whose loss is measured.
+        gate: limits.
+    """
 
     domain: tuple[Annotated[TaskSection, _with_task_defaults("generate")], ...] = ()
     general: tuple[Annotated[TaskSection, _with_task_defaults("loss")], ...] = ()

@@ -53,7 +53,7 @@ class LoRASection(Section):
         rank: r.
         alpha: scaling numerator; the factor is alpha / rank, or alpha / sqrt(rank) for rslora.
         dropout: probability of dropping an input feature of A.
-        target_modules: module names, patterns or group words.
+        target_modules: module names, shell patterns, `re:` expressions or group words.
         experts: adapters on routed experts; only `none` so far.
         scaling: `standard` or `rslora`.
     """
@@ -100,6 +100,10 @@ class VisionSection(Section):
     """Training of the vision parts.
 
     A run on text has no images, so that `projector: lora` makes no adapter there; the run says so.
+
+    Attributes:
+        tower: the vision tower; only `frozen` so far.
+        projector: `frozen`, or `lora` for an adapter on it.
     """
 
     tower: Literal["frozen", "lora", "full"] = "frozen"
@@ -146,7 +150,11 @@ class BatchSection(Section):
 
 
 class SourceSection(Section):
-    """One JSONL file of records with `messages`, `prompt` and `completion`, or `text`."""
+    """One JSONL file of records with `messages`, `prompt` and `completion`, or `text`.
+
+    Attributes:
+        path: the file.
+    """
 
     path: Word
 
@@ -157,8 +165,9 @@ class DataSection(Section):
     Attributes:
         domain: records of the new task.
         general: records that keep general ability; may be left out with domain_ratio 1.
-        domain_ratio: share of the tokens, before packing, that come from `domain`.
-        general_ratio: the rest.
+        domain_ratio: share of the tokens, before packing, that come from `domain`; 1 without
+            `general`.
+        general_ratio: the rest; a ratio left out is filled in.
         max_seq_len: length of every pack and longest record, in tokens.
         packing: several records share a pack; otherwise each is padded alone.
         overlong: what happens to a record longer than max_seq_len.
@@ -223,7 +232,7 @@ class FinetuneSection(Section):
         optimizer: AdamW and schedule.
         vision: vision parts.
         recompute: `layer` recomputes activations in the backward pass, layer by layer.
-        steps: optimizer steps; give this or `epochs`.
+        steps: optimizer steps; 200 where neither this nor `epochs` is given.
         epochs: passes over the domain records.
         batch: sizes in tokens.
         data: records.
@@ -274,7 +283,17 @@ class FinetuneSection(Section):
 
 
 class ParallelSection(Section):
-    """Degrees of parallelism; one device so far, hence all 1."""
+    """Degrees of parallelism; one device so far, hence all 1.
+
+    Attributes:
+        ep: experts are divided among so many ranks.
+        dp_shard: parameters are sharded over so many ranks.
+        tp: matrices are divided among so many ranks.
+        pp: layers are divided into so many stages.
+        cp: sequences are divided among so many ranks.
+        dispatcher: how tokens reach their experts.
+        capacity_factor: most tokens per expert over the mean; null drops none.
+    """
 
     ep: PositiveInt = 1
     dp_shard: PositiveInt = 1
