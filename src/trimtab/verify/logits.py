@@ -12,14 +12,17 @@ from torch import Tensor
 
 from trimtab.models.context import ForwardContext
 from trimtab.models.decoder import CausalLM
+from trimtab.models.tape import ChoiceTape
 
 
 @torch.no_grad()
-def sequence_logits(model: CausalLM, ids: Sequence[int]) -> Tensor:
-    """[T, W] for T token ids."""
+def sequence_logits(
+    model: CausalLM, ids: Sequence[int], tape: ChoiceTape | None = None
+) -> Tensor:
+    """[T, W] for T token ids; `tape` records or forces routing and selection."""
     device = model.embed.weight.device
     tokens = torch.tensor(ids, dtype=torch.int64, device=device)
-    return model.logits(model(tokens, ForwardContext.packed([len(ids)], device)))
+    return model.logits(model(tokens, ForwardContext.packed([len(ids)], device, tape=tape)))
 
 
 def probe_sequences(vocab_size: int, count: int = 3, length: int = 48) -> list[list[int]]:

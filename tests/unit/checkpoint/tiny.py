@@ -35,8 +35,17 @@ def k3_config() -> dict[str, Any]:
 
 
 def linear_config() -> dict[str, Any]:
-    """Kimi-Linear as its preset has it."""
-    return copy.deepcopy(preset_config("kimi-linear-tiny"))
+    """Kimi-Linear with four layers (KDA, KDA, KDA, MLA), 4 experts, width 64."""
+    config: dict[str, Any] = copy.deepcopy(preset_config("kimi-linear-tiny"))
+    config.update(
+        hidden_size=64, num_hidden_layers=4, vocab_size=96, intermediate_size=64,
+        num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=16, num_experts=4,
+        num_experts_per_token=2, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )
+    config["linear_attn_config"].update(
+        kda_layers=[1, 2, 3], full_attn_layers=[4], num_heads=2, head_dim=32
+    )
+    return config
 
 
 def make(dst: Path, config: dict[str, Any] | None = None, seed: int = 3) -> ArchSpec:
