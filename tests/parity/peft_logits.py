@@ -8,6 +8,7 @@ Its own process, because the absence of `fla` is arranged before transformers is
 import json
 import sys
 import warnings
+from pathlib import Path
 
 for _absent in ("fla", "causal_conv1d", "kernels"):
     sys.modules[_absent] = None  # type: ignore[assignment]
@@ -31,7 +32,7 @@ def main() -> None:
         model = PeftModel.from_pretrained(model, adapter).eval()
     result = {}
     with torch.no_grad():
-        for n, sequence in enumerate(json.loads(open(ids).read())):
+        for n, sequence in enumerate(json.loads(Path(ids).read_text())):
             result[f"logits.{n}"] = model(input_ids=torch.tensor([sequence]), use_cache=False).logits[0]
     result["adapted"] = torch.tensor(
         sum(name.endswith("lora_B.default.weight") for name, _ in model.named_parameters())

@@ -22,10 +22,7 @@ def export(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
 ) -> None:
     """Write a checked copy: `hf` a checkpoint in the released format, `peft` an adapter."""
-    if to == "hf":
-        count = _export_checkpoint(src, out)
-    else:
-        count = _export_adapter(src, out, base)
+    count = _export_checkpoint(src, out) if to == "hf" else _export_adapter(src, out, base)
     if as_json:
         print_json({"out": out, "to": to, "tensors": count})
     else:

@@ -22,16 +22,20 @@ def sequence_logits(
     """[T, W] for T token ids; `tape` records or forces routing and selection."""
     device = model.embed.weight.device
     tokens = torch.tensor(ids, dtype=torch.int64, device=device)
-    return model.logits(model(tokens, ForwardContext.packed([len(ids)], device, tape=tape)))
+    hidden: Tensor = model(tokens, ForwardContext.packed([len(ids)], device, tape=tape))
+    return model.logits(hidden)
 
 
 def probe_sequences(vocab_size: int, count: int = 3, length: int = 48) -> list[list[int]]:
     """Fixed pseudo-random token sequences for checks that need any text at all."""
     draw = torch.Generator().manual_seed(20)
-    return torch.randint(vocab_size, (count, length), generator=draw).tolist()
+    ids: list[list[int]] = torch.randint(vocab_size, (count, length), generator=draw).tolist()
+    return ids
 
 
 def token_errors(found: Tensor, wanted: Tensor) -> Tensor:
     """Relative error per token, ||found - wanted|| / ||wanted||, [T] float64."""
     found, wanted = found.double(), wanted.double()
-    return (found - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-30)
+    error = torch.linalg.vector_norm(found - wanted, dim=-1)
+    relative: Tensor = error / torch.linalg.vector_norm(wanted, dim=-1).clamp_min(1e-30)
+    return relative
