@@ -13,8 +13,11 @@ from torch import Tensor
 
 from tests.unit.checkpoint.tiny import bit_equal, k3_config, linear_config, make, spoil
 from trimtab.arch.params import inventory
+from trimtab.arch.presets import preset_config
 from trimtab.checkpoint.load import load_model
+from trimtab.checkpoint.merge import copy_checkpoint
 from trimtab.checkpoint.save import save_checkpoint, tensors_from_model
+from trimtab.checkpoint.source import open_source
 from trimtab.errors import ArchError, TrimtabError
 from trimtab.models.context import ForwardContext
 
@@ -143,3 +146,27 @@ def test_config_of_another_model(tmp_path: Path) -> None:
     (tmp_path / "m/config.json").write_text(json.dumps(config))
     with pytest.raises(TrimtabError, match=r"shape expected \[97, 64\], found \[96, 64\]"):
         load_model(tmp_path / "m")
+
+
+def test_vision_tensors_are_checked_and_kept_but_not_loaded(tmp_path: Path) -> None:
+    config = k3_config()
+    full = preset_config("kimi-k3")
+    config["vision_config"] = {
+        **full["vision_config"], "vt_num_hidden_layers": 1, "vt_hidden_size": 32,  # type: ignore[dict-item]
+        "vt_num_attention_heads": 2, "qkv_hidden_size": 32, "vt_intermediate_size": 32,
+        "init_pos_emb_height": 4, "init_pos_emb_width": 4, "mm_hidden_size": 32,
+        "text_hidden_size": 64,
+    }
+    config["media_placeholder_token_id"] = 3
+    arch = make(tmp_path / "m", config)
+    assert arch.vision is not None
+    tensors = load_file(tmp_path / "m/model.safetensors")
+    assert any(name.startswith("vision_tower.") for name in tensors)
+    model, _ = load_model(tmp_path / "m")
+    assert not any(name.startswith("vision") for name, _ in model.named_parameters())
+    copy_checkpoint(open_source(tmp_path / "m"), tmp_path / "copy")
+    names = ("m", "copy")
+    one, two = ((tmp_path / n / "model.safetensors").read_bytes() for n in names)
+    assert one == two
+    with pytest.raises(TrimtabError, match="no vision tensors"):
+        save_checkpoint(tmp_path / "x", arch, config, tensors_from_model(model, arch))
