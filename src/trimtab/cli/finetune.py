@@ -43,7 +43,10 @@ def finetune(
             f"{result.adapter}: {result.steps} steps, {first}{last}"
             f"{result.tokens_per_second:,.0f} tokens/s, peak {result.peak_memory_gib:.2f} GiB"
         )
-    typer.echo(f"next: trimtab evaluate {recipe}{_repeat(overrides)}", err=True)
+    held_out = loaded.evaluate.domain or loaded.evaluate.general
+    evaluate = f"trimtab evaluate {recipe}{_repeat(overrides)}"
+    generate = f"trimtab generate {loaded.model.path} --adapter {result.adapter} --interactive"
+    typer.echo(f"next: {evaluate if held_out else generate}", err=True)
     if not result.passed:
         raise typer.Exit(1)
 
@@ -61,6 +64,7 @@ def _show_plan(loaded: Recipe, as_json: bool) -> None:
     ConsoleReporter(Console(highlight=False)).plan(plan)
     length = f"{plan.steps} steps" if plan.steps else f"{loaded.finetune.epochs:g} epochs"
     typer.echo(f"length: {length}")
+    typer.echo("next: the same command without --dry-run", err=True)
 
 
 def _repeat(overrides: list[str] | None) -> str:

@@ -48,8 +48,10 @@ def generate(
                            raw=raw)
     if prompt is not None:
         _answer(speaker, [{"role": "user", "content": prompt}], compare)
-        return
-    _converse(speaker, compare)
+    else:
+        _converse(speaker, compare)
+    if adapter is not None:
+        typer.echo(f"next: trimtab merge {model} {adapter} --out DST", err=True)
 
 
 def _converse(speaker: Speaker, compare: bool) -> None:

@@ -231,6 +231,7 @@ class FinetuneSection(Section):
         lora: the adapter.
         optimizer: AdamW and schedule.
         vision: vision parts.
+        on_nan: `error` stops where loss or gradient is not finite, `skip` leaves that step out.
         recompute: `layer` recomputes activations in the backward pass, layer by layer.
         steps: optimizer steps; 200 where neither this nor `epochs` is given.
         epochs: passes over the domain records.
@@ -244,6 +245,7 @@ class FinetuneSection(Section):
     lora: LoRASection = LoRASection()
     optimizer: OptimizerSection = OptimizerSection()
     vision: VisionSection = VisionSection()
+    on_nan: Literal["error", "skip"] = "error"
     recompute: Literal["none", "layer", "selective"] = "layer"
     steps: PositiveInt | None = None
     epochs: Positive | None = None

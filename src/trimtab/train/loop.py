@@ -194,7 +194,7 @@ def _assemble(
         recipe, plan, run, model, parameters,
         build_optimizer(parameters, plan.targets, options), stream,
         Schedule.from_ratio(settings.scheduler, steps, settings.warmup_ratio),
-        StepOptions(plan.batch, recipe.seed, settings.max_grad_norm, "error",
+        StepOptions(plan.batch, recipe.seed, settings.max_grad_norm, length.on_nan,
                     length.recompute == "layer"),
     )
 

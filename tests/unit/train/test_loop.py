@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,6 +82,25 @@ def test_a_killed_and_resumed_run_has_the_same_bits(
     assert losses(run) == losses(whole)
     ours, theirs = (load_file(r / "adapter" / "adapter_model.safetensors") for r in (run, whole))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+
+
+@pytest.mark.slow
+def test_a_process_killed_outright_resumes_with_the_same_bits(
+    tmp_path: Path, checkpoint: Path, whole: Path
+) -> None:
+    recipe_for(tmp_path, checkpoint)
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "trimtab", "finetune", str(tmp_path / "recipe.yaml")]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as job:
+        deadline = time.monotonic() + 120
+        metrics = run / "metrics.jsonl"
+        while not metrics.exists() or len(list(read_metrics(metrics))) < 3:
+            assert job.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        job.kill()
+    result = finetune(recipe_for(tmp_path, checkpoint), SilentReporter())
+    assert result.resumed_from >= 2
+    assert losses(run) == losses(whole)
 
 
 def test_a_finished_run_can_be_made_longer_but_not_shorter(
