@@ -37,7 +37,7 @@ from trimtab.train.run_dir import (
     RunDirectory,
     RunRecord,
     check_owner,
-    data_hashes,
+    input_hashes,
     peak_memory_gib,
     versions,
 )
@@ -126,8 +126,8 @@ def finetune(recipe: Recipe, reporter: Reporter | None = None) -> RunResult:
     """
     say = ConsoleReporter() if reporter is None else reporter
     run = RunDirectory(Path(recipe.output))
-    data = data_hashes(recipe)
-    record = check_owner(run, recipe, data)
+    inputs = input_hashes(recipe)
+    record = check_owner(run, recipe, inputs)
     plan = plan_run(recipe)
     if record is not None and _is_finished(recipe, record, run):
         say.say(f"{run.root} is finished: {record.step} steps; nothing to do")
@@ -136,7 +136,7 @@ def finetune(recipe: Recipe, reporter: Reporter | None = None) -> RunResult:
     tokenizer = load_tokenizer(recipe.model.path)
     stream = DataStream(recipe.finetune.data, tokenizer, recipe.seed, plan.arch.vocab_size)
     job = _assemble(recipe, plan, run, stream, say)
-    state, record = _begin(job, record, data, say)
+    state, record = _begin(job, record, inputs, say)
     losses, speed, record = _run_steps(job, state, record, say)
     record, verdicts = _finish(job, record, say)
     return RunResult(
@@ -200,13 +200,13 @@ def _assemble(
 
 
 def _begin(
-    job: _Job, record: RunRecord | None, data: dict[str, str], say: Reporter
+    job: _Job, record: RunRecord | None, inputs: dict[str, str], say: Reporter
 ) -> tuple[TrainState, RunRecord]:
     """Claim the directory, or restore the newest state of the run that owns it."""
     length, threads = job.recipe.finetune, torch.get_num_threads()
     fresh = RunRecord(
         status="running", step=0, total_steps=job.total_steps, seed=job.recipe.seed,
-        threads=threads, data=data, versions=versions(), steps_asked=length.steps,
+        threads=threads, inputs=inputs, versions=versions(), steps_asked=length.steps,
         epochs_asked=length.epochs,
     )
     # Without defaults, so that a key added by a later version does not orphan a running job.

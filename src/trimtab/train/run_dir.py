@@ -3,7 +3,7 @@
 Knows: the files of a run and when a directory may be continued. Does not know: torch, models.
 
     resolved.yaml  the recipe with all defaults, itself a valid recipe
-    run.json       status, versions, seed, data hashes, times, peak memory
+    run.json       status, versions, seed, input hashes, times, peak memory
     metrics.jsonl  one row per step
     checkpoints/   training states
     adapter/       the result, in PEFT's format
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from trimtab.checkpoint.manifest import file_sha256, write_atomic
+from trimtab.checkpoint.source import open_source
 from trimtab.config.load import dump_recipe, load_recipe
 from trimtab.config.recipe import Recipe
 from trimtab.errors import RunError
@@ -41,7 +42,7 @@ class RunRecord:
         total_steps: steps of the run.
         seed: of everything random.
         threads: of the numeric library; bits are the same for the same number only.
-        data: training file to sha256.
+        inputs: see `input_hashes`.
         versions: of Python and the packages that matter.
         steps_asked, epochs_asked: length in the recipe's own words.
         wall_s: seconds of training, over all starts.
@@ -55,7 +56,7 @@ class RunRecord:
     total_steps: int
     seed: int
     threads: int
-    data: dict[str, str]
+    inputs: dict[str, str]
     versions: dict[str, str]
     steps_asked: int | None = None
     epochs_asked: float | None = None
@@ -119,13 +120,13 @@ class RunDirectory:
                            hint="choose another `output`") from error
 
 
-def check_owner(run: RunDirectory, recipe: Recipe, data: Mapping[str, str]) -> RunRecord | None:
+def check_owner(run: RunDirectory, recipe: Recipe, inputs: Mapping[str, str]) -> RunRecord | None:
     """The record of the run to continue, None for a new run.
 
     Args:
         run: the output directory.
         recipe: the recipe asked for.
-        data: training file to sha256.
+        inputs: see `input_hashes`.
 
     Raises:
         RunError: TT601, the directory holds another run or something else.
@@ -146,18 +147,19 @@ def check_owner(run: RunDirectory, recipe: Recipe, data: Mapping[str, str]) -> R
         listed = "; ".join(f"{d.key} is {d.ours}, the run has {d.theirs}" for d in found[:5])
         raise RunError("TT601", "output", f"belongs to a run with other values: {listed}",
                        value=run.root, hint="choose another `output`, or restore these values")
-    changed = [path for path in data if record.data.get(path) != data[path]]
+    changed = [path for path in inputs if record.inputs.get(path) != inputs[path]]
     if changed:
-        raise RunError("TT601", "output", f"belongs to a run on other data: {changed[0]} differs",
-                       value=run.root, hint="choose another `output`, or restore the data file")
+        raise RunError("TT601", "output", f"belongs to a run on another {changed[0]}",
+                       value=run.root, hint="choose another `output`, or restore that input")
     return record
 
 
-def data_hashes(recipe: Recipe) -> dict[str, str]:
-    """sha256 of each training file."""
+def input_hashes(recipe: Recipe) -> dict[str, str]:
+    """sha256 of each training file, and the fingerprint of the base model."""
     data = recipe.finetune.data
     paths = [data.domain.path] + ([data.general.path] if data.general else [])
-    return {path: file_sha256(Path(path)) for path in paths if Path(path).is_file()}
+    hashes = {path: file_sha256(Path(path)) for path in paths if Path(path).is_file()}
+    return {**hashes, recipe.model.path: open_source(recipe.model.path).fingerprint()}
 
 
 def versions() -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.unit.train.tiny_run import recipe_for
+from tests.unit.train.tiny_run import recipe_for, write_checkpoint
 from trimtab.config.load import load_recipe
 from trimtab.errors import AdapterError, RunError
 from trimtab.train.loop import finetune
@@ -69,7 +70,7 @@ def test_the_resolved_recipe_is_a_recipe_of_the_same_run(whole: Path) -> None:
     assert finetune(again, SilentReporter()).was_finished
 
 
-@pytest.mark.parametrize("step", [1, 3, 4])
+@pytest.mark.parametrize("step", [1, 3])
 def test_a_killed_and_resumed_run_has_the_same_bits(
     tmp_path: Path, checkpoint: Path, whole: Path, step: int
 ) -> None:
@@ -134,6 +135,16 @@ def test_a_run_on_changed_data_is_refused(tmp_path: Path, checkpoint: Path) -> N
     with (tmp_path / "domain.jsonl").open("a") as file:
         file.write('{"prompt": "a", "completion": "b"}\n')
     with pytest.raises(RunError, match=r"TT601.*domain\.jsonl"):
+        finetune(recipe, SilentReporter())
+
+
+def test_a_run_on_another_base_at_the_same_path_is_refused(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "model")
+    recipe = recipe_for(tmp_path, model, "finetune.steps=1")
+    finetune(recipe, SilentReporter())
+    shutil.rmtree(model)
+    write_checkpoint(model, seed=1)
+    with pytest.raises(RunError, match=r"TT601.*another .*model"):
         finetune(recipe, SilentReporter())
 
 

@@ -33,13 +33,13 @@ def tiny_config() -> dict[str, Any]:
     return config
 
 
-def write_checkpoint(directory: Path) -> Path:
+def write_checkpoint(directory: Path, seed: int = 0) -> Path:
     """Random weights in the released format, with the demo's tokenizer and template."""
     config = tiny_config()
     base = files("trimtab.demo") / "base"
     names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     extra = {name: (base / name).read_bytes() for name in names}
-    init_checkpoint(load_arch(config, "tiny"), config, directory, 0, extra_files=extra)
+    init_checkpoint(load_arch(config, "tiny"), config, directory, seed, extra_files=extra)
     return directory
 
 
