@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from scripts import write_docs
 
 ROOT = Path(__file__).parents[2]
