@@ -289,7 +289,11 @@ def train(corpus: Path, out: Path, steps: int, threads: int) -> None:
     )
     experts, balancer, teacher = StraightThrough(model), LoadBalancer(model), IndexerTeacher(model)
     trained = [p for g in groups for p in g["params"]]
-    top_k = next(l.mixer.indexer.top_k for l in arch.layers if getattr(l.mixer, "indexer", None))
+    top_k = next(
+        layer.mixer.indexer.top_k
+        for layer in arch.layers
+        if getattr(layer.mixer, "indexer", None)
+    )
     log = (out / "log.jsonl").open("a")
     begin = time.perf_counter()
     set_sparse(model, False, top_k)

@@ -71,7 +71,7 @@ class ConfigError(TrimtabError, ValueError):
     """A recipe, a command line or a cluster document is wrong."""
 
 
-class ErrorList(ConfigError):
+class ErrorList(ConfigError):  # noqa: N818  # a list of errors, not one more kind
     """Several errors found in one pass, reported together."""
 
     def __init__(self, errors: list[TrimtabError]) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -160,7 +161,7 @@ def _cached_error(model: CausalLM, ids: list[int], full: Tensor) -> float:
     """Prefill in two pieces, then token by token."""
     cache, out = model.new_cache(1), []
     borders = [0, 20, 33, *range(34, len(ids) + 1)]
-    for begin, end in zip(borders[:-1], borders[1:], strict=True):
+    for begin, end in pairwise(borders):
         ctx = ForwardContext.packed([end - begin], cache=cache)
         out.append(model.logits(model(torch.tensor(ids[begin:end]), ctx)))
     return relative_error(torch.cat(out), full)

@@ -67,8 +67,9 @@ class KDA(nn.Module):
         if full is not None:
             y: Tensor = full(x, ctx)
             return y
-        y = getattr(self, f"{leaf}_b_proj")(getattr(self, f"{leaf}_a_proj")(x, ctx), ctx)
-        return y
+        inner = getattr(self, f"{leaf}_a_proj")(x, ctx)
+        narrow: Tensor = getattr(self, f"{leaf}_b_proj")(inner, ctx)
+        return narrow
 
     def _convolved(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v [T, P] after convolution and SiLU."""

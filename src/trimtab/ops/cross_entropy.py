@@ -47,7 +47,7 @@ def chunked_cross_entropy(
     """
     if weight.requires_grad:
         return cross_entropy(hidden, weight, labels)
-    loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk)
+    loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk)  # type: ignore[no-untyped-call]  # torch's
     return loss
 
 

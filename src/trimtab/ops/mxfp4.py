@@ -31,7 +31,8 @@ def decode(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     table = table.to(packed.device)
     nibbles = torch.stack((packed & 0xF, packed >> 4), -1).flatten(-2)
     values = table[nibbles.long()].unflatten(-1, (-1, BLOCK))
-    return (values * _exponent_value(scale, dtype).unsqueeze(-1)).flatten(-2)
+    scaled: Tensor = values * _exponent_value(scale, dtype).unsqueeze(-1)
+    return scaled.flatten(-2)
 
 
 def encode(values: Tensor) -> tuple[Tensor, Tensor]:

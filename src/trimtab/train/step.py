@@ -91,7 +91,7 @@ def train_step(
     for batch in micro_batches(packs, options.plan):
         part = _loss_sum(model, batch, step, options, load) / max(1, supervised)
         if part.requires_grad:
-            part.backward()  # type: ignore[no-untyped-call]
+            part.backward()
         loss += part.item()
     grad_norm = clip_gradients(parameters, options.max_grad_norm)
     finite = math.isfinite(loss) and math.isfinite(grad_norm)

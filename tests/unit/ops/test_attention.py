@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from tests.oracles.naive_ops import causal_selection
 from tests.support.compare import relative_error
-
 from trimtab.ops.attention.blockwise import QUERY_BLOCK, blockwise_attention, pack_borders
 from trimtab.ops.attention.indexer import index_scores, select_keys, select_mask
 from trimtab.ops.attention.reference import attention_reference

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.oracles.naive_ops import kda_recurrence
-from tests.support.compare import relative_error
 from torch import Tensor
 
+from tests.oracles.naive_ops import kda_recurrence
+from tests.support.compare import relative_error
 from trimtab.ops.kda.chunk import kda_chunk
 from trimtab.ops.kda.recurrent import kda_step
 from trimtab.ops.kda.reference import kda_reference

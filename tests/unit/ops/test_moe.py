@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.support.compare import relative_error
 
+from tests.support.compare import relative_error
 from trimtab.arch.spec import ActivationSpec, MoESpec
 from trimtab.models.experts import PackedWeight
 from trimtab.models.moe import Experts, gated_activation

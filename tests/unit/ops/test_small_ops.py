@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tests.oracles import naive_ops
 from tests.support.compare import relative_error
-
 from trimtab.ops import mxfp4
 from trimtab.ops.activation import situ, swiglu
 from trimtab.ops.conv import short_conv, short_conv_cached

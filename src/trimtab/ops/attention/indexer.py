@@ -49,7 +49,9 @@ def select_keys(
     """Selected keys of every query of a pack, block by block.
 
     Args:
-        q: [T, H, K]; k: [T, K]; weights: [T, H], all in at least float32.
+        q: [T, H, K], like all three in at least float32.
+        k: [T, K].
+        weights: [T, H].
         top_k: keys kept per query.
         borders: of the pack.
 

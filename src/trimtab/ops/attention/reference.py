@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,8 @@ def attention_reference(
     """Attention over a pack.
 
     Args:
-        q, k: [T, H, K].
+        q: [T, H, K].
+        k: [T, H, K].
         v: [T, H, V].
         scale: factor on the scores.
         cu_seqlens: [N+1] int.
@@ -32,7 +35,7 @@ def attention_reference(
     dtype = island_dtype(q)
     borders = cu_seqlens.tolist()
     rows = []
-    for begin, end in zip(borders[:-1], borders[1:], strict=True):
+    for begin, end in pairwise(borders):
         for t in range(begin, end):
             keys = torch.arange(begin, t + 1, device=q.device)
             if selected is not None:

@@ -41,7 +41,8 @@ def kda_chunk(
     """Gated delta rule in chunks; arguments and results as `kda_reference`.
 
     Args:
-        q, k: [B, T, H, K], already L2-normed.
+        q: [B, T, H, K], already L2-normed.
+        k: [B, T, H, K], already L2-normed.
         v: [B, T, H, V].
         g: [B, T, H, K], log decay, <= 0; values under -80 count as -80.
         beta: [B, T, H].

@@ -12,8 +12,10 @@ def kda_step(
     """Advance every sequence by one token; the equation of `reference`.
 
     Args:
-        q, k, g: [N, H, K].
+        q: [N, H, K].
+        k: [N, H, K].
         v: [N, H, V].
+        g: [N, H, K], log decay.
         beta: [N, H].
         scale: factor on q.
         state: [N, H, K, V].

@@ -13,6 +13,8 @@ V value dim, N sequences.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -25,7 +27,8 @@ def kda_reference(
     """Gated delta rule by recurrence.
 
     Args:
-        q, k: [B, T, H, K], already L2-normed.
+        q: [B, T, H, K], already L2-normed.
+        k: [B, T, H, K], already L2-normed.
         v: [B, T, H, V].
         g: [B, T, H, K], log decay, <= 0.
         beta: [B, T, H], in (0, 1).
@@ -42,7 +45,7 @@ def kda_reference(
         borders = [(b * tokens, (b + 1) * tokens) for b in range(batch)]
     else:
         ends = cu_seqlens.tolist()
-        borders = list(zip(ends[:-1], ends[1:], strict=True))
+        borders = list(pairwise(ends))
     qf, kf, vf, gf, bf = (x.flatten(0, 1) for x in (q, k, v, g, beta))
     outputs, finals = [], []
     for n, (begin, end) in enumerate(borders):

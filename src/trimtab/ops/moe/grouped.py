@@ -32,13 +32,13 @@ def grouped_linear_frozen(
     Returns:
         [R, out].
     """
-    out: Tensor = _GroupedFrozen.apply(x, counts, out_features, matrix)
+    out: Tensor = _GroupedFrozen.apply(x, counts, out_features, matrix)  # type: ignore[no-untyped-call]  # torch's
     return out
 
 
 def grouped_linear(x: Tensor, counts: Sequence[int], weight: Tensor) -> Tensor:
     """Grouped linear with a trainable weight [E, out, in]."""
-    out: Tensor = _Grouped.apply(x, counts, weight)
+    out: Tensor = _Grouped.apply(x, counts, weight)  # type: ignore[no-untyped-call]  # torch's
     return out
 
 
