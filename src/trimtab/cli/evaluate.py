@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from trimtab.evaluate.compare import Interval
     from trimtab.evaluate.report import EvalReport
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 
 @app.command()

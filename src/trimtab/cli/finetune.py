@@ -10,7 +10,7 @@ import typer
 
 from trimtab.config.recipe import Recipe
 
-app = typer.Typer()
+app = typer.Typer(add_completion=False)
 
 
 @app.command()
