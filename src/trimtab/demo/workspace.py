@@ -188,6 +188,7 @@ def _copy_checkpoint(source: Traversable, target: Path) -> None:
     if manifest.is_file() and manifest.read_bytes() == (source / MANIFEST_NAME).read_bytes():
         return
     check_output(target)
+    discard_artefact(target)
     staging = target.with_name(f"{target.name}.tmp")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
