@@ -46,7 +46,7 @@ def tick_label(value: float) -> str:
     return f"{value:.4g}"
 
 
-def smooth(values: Sequence[float], weight: float = 0.8) -> list[float]:
+def smooth(values: Sequence[float], weight: float = 0.6) -> list[float]:
     """Exponential moving average without bias towards zero at the start.
 
     >>> smooth([2.0, 2.0, 2.0])

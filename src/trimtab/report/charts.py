@@ -151,7 +151,7 @@ def heat_map(label: str, rows: Sequence[HeatRow], *, low: float, high: float, x_
         _text(svg, left - 8, y + 14, row.label, "end", "name")
         for column, value in enumerate(values):
             share = min(1.0, max(0.0, (value - low) / (high - low or 1.0)))
-            cell = _rect(svg, left + column * width, y, width + 0.3, _HEAT_ROW - 3, "cell")
+            cell = _rect(svg, left + column * width, y, width, _HEAT_ROW - 3, "cell")
             cell.set("fill-opacity", f"{0.06 + 0.94 * share:.3f}")
             ET.SubElement(cell, "title").text = f"{row.label}: {value:.3g}"
         if row.values:
@@ -184,7 +184,12 @@ def _curve(svg: ET.Element, curve: Series, x_at: _Scale, y_at: _Scale) -> None:
                                   "cx": f"{x_at(x):.1f}", "cy": f"{y_at(y):.1f}"})
     # Below the dot where the curve ends near the top edge, above it elsewhere.
     shift = 18 if y_at(y) < _TOP + 16 else -9
-    _text(svg, x_at(x), y_at(y) + shift, f"{y:.4g}" if abs(y) < 1e4 else f"{y:,.0f}", "end", "value")
+    _text(svg, x_at(x), y_at(y) + shift, _value(y), "end", "value")
+
+
+def _value(value: float) -> str:
+    """Three digits, thousands in full."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _shorten(values: Sequence[float], count: int) -> list[float]:
