@@ -16,6 +16,7 @@ from rich.text import Text
 
 from trimtab.demo.outcome import Outcome, Step, goal_verdicts, only_set
 from trimtab.demo.settings import Settings
+from trimtab.train.reporter import ConsoleReporter
 from trimtab.units import format_bytes, format_count, format_seconds
 from trimtab.verdict import Verdict
 
@@ -67,6 +68,15 @@ class Narrator:
         return value
 
 
+class BarsAndWarnings(ConsoleReporter):
+    """The verbs' progress on stderr; what else they say is among their step's findings."""
+
+    def say(self, text: str) -> None:
+        """Warnings only."""
+        if text.startswith("warning"):
+            super().say(text)
+
+
 def print_outcome(console: Console, outcome: Outcome, settings: Settings) -> None:
     """The closing table, the files and the next commands."""
     console.print()
@@ -82,6 +92,7 @@ def print_outcome(console: Console, outcome: Outcome, settings: Settings) -> Non
     console.print("\nfiles written")
     for path, size in outcome.files.items():
         console.print(Text(f"  {format_bytes(size):>10}  {path}"), soft_wrap=True)
+    console.print(Text(f"\nreport: {outcome.report}", style="bold"), soft_wrap=True)
     console.print("\nnext")
     for command in outcome.next_commands:
         console.print(Text(f"  {command}", style="cyan"), soft_wrap=True)

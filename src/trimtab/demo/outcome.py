@@ -63,6 +63,7 @@ class Outcome:
         answers: held-out prompts with both answers.
         metrics: rows of metrics.jsonl.
         files: path to bytes of what was written.
+        report: path of the page.
         next_commands: what to type next.
         seconds: wall time of all.
     """
@@ -77,6 +78,7 @@ class Outcome:
     answers: tuple[Answers, ...]
     metrics: tuple[Mapping[str, object], ...]
     files: Mapping[str, int]
+    report: str
     next_commands: tuple[str, ...]
     seconds: float
 
@@ -119,6 +121,7 @@ class Outcome:
             "steps": [{**asdict(step), "passed": step.passed} for step in self.steps],
             "answers": [asdict(answer) for answer in self.answers],
             "files": dict(self.files),
+            "report": self.report,
             "next": list(self.next_commands),
         }
 

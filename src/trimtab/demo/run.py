@@ -25,7 +25,7 @@ from trimtab.checkpoint.merge import copy_checkpoint
 from trimtab.checkpoint.source import open_source
 from trimtab.config.load import load_recipe
 from trimtab.data.records import read_records
-from trimtab.demo.narrator import Found, Narrator, print_outcome
+from trimtab.demo.narrator import BarsAndWarnings, Found, Narrator, print_outcome
 from trimtab.demo.outcome import (
     Answers,
     Outcome,
@@ -42,7 +42,7 @@ from trimtab.evaluate.report import EvalReport
 from trimtab.evaluate.run import evaluate
 from trimtab.train.loop import RunResult, finetune
 from trimtab.train.metrics import read_metrics
-from trimtab.train.reporter import ConsoleReporter, Reporter
+from trimtab.train.reporter import Reporter
 from trimtab.train.run_dir import RunDirectory
 from trimtab.units import format_bytes, format_count
 from trimtab.verdict import Verdict
@@ -77,7 +77,7 @@ def run_demo(
     prepare(place, settings, packaged_base() if base is None else base)
     tell = Narrator(console, _NUM_STEPS)
     tell.say(f"base model, data and recipe are in {out}")
-    demo = _Demo(place, settings, tell, ConsoleReporter() if reporter is None else reporter)
+    demo = _Demo(place, settings, tell, BarsAndWarnings() if reporter is None else reporter)
     summary = demo.inspect()
     demo.verify()
     before = demo.evaluate_base()
@@ -90,8 +90,8 @@ def run_demo(
     outcome = Outcome(
         out=str(out), summary=summary, steps=tuple(tell.steps), training=training,
         tokens_per_second=training_speed(metrics), before=before, after=after, answers=answers,
-        metrics=metrics, files=_files(place), next_commands=_next_commands(place),
-        seconds=time.perf_counter() - started,
+        metrics=metrics, files=_files(place), report=str(place.report),
+        next_commands=_next_commands(place), seconds=time.perf_counter() - started,
     )
     write_atomic(place.report, report_page(outcome, settings).encode())
     write_atomic(place.results, (json.dumps(outcome.as_dict(), indent=1) + "\n").encode())
