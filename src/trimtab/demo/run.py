@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources.abc import Traversable
 from itertools import islice
@@ -45,7 +44,6 @@ from trimtab.train.metrics import read_metrics
 from trimtab.train.reporter import Reporter
 from trimtab.train.run_dir import RunDirectory
 from trimtab.units import format_bytes, format_count
-from trimtab.verdict import Verdict
 from trimtab.verify.merged import check_merge
 from trimtab.verify.structure import check_structure
 
