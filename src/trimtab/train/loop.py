@@ -28,6 +28,7 @@ from trimtab.models.lora import inject, lora_parameters
 from trimtab.train.adapter_check import check_adapter_file, check_gradients, check_merge
 from trimtab.train.batch import micro_batches
 from trimtab.train.identity import fixed_hash
+from trimtab.train.memory import peak_memory_gib
 from trimtab.train.metrics import MetricsWriter
 from trimtab.train.optimizer import OptimizerOptions, build_optimizer, set_learning_rate
 from trimtab.train.plan import RunPlan, plan_run
@@ -38,7 +39,6 @@ from trimtab.train.run_dir import (
     RunRecord,
     check_owner,
     input_hashes,
-    peak_memory_gib,
     versions,
 )
 from trimtab.train.schedule import Schedule

@@ -12,7 +12,6 @@ Knows: the files of a run and when a directory may be continued. Does not know: 
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -171,12 +170,3 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "not installed"
     return found
-
-
-def peak_memory_gib() -> float:
-    """Highest resident memory of this process so far, in GiB."""
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    unit = 1 if os.uname().sysname == "Darwin" else 1024  # bytes there, KiB elsewhere
-    return peak * unit / 2**30
