@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -343,7 +344,11 @@ def export(work: Path, out: Path) -> None:
     model.load_state_dict(load_file(work / "weights.safetensors"))
     keep = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     extra = {name: (out / name).read_bytes() for name in keep}
-    save_checkpoint(out, arch, config, tensors_from_model(model, arch), extra)
+    # A checkpoint is written to a new directory only; the finished one takes the place of the old.
+    staging = out.with_name(f"{out.name}.new")
+    save_checkpoint(staging, arch, config, tensors_from_model(model, arch), extra)
+    shutil.rmtree(out)
+    staging.replace(out)
 
 
 def main() -> None:
