@@ -112,11 +112,11 @@ def test_failed_merge_check_leaves_an_unreadable_directory(
     tmp_path: Path, model: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from trimtab.checkpoint import merge
+    from trimtab.verify import merged
 
-    plain = merge.copy_checkpoint
+    plain = merged.copy_checkpoint
     monkeypatch.setattr(
-        merge, "copy_checkpoint", lambda *args, adapter, **kwargs: plain(*args, **kwargs)
+        merged, "copy_checkpoint", lambda *args, adapter, **kwargs: plain(*args, **kwargs)
     )
     assert _run("merge", model, adapter, "--out", tmp_path / "merged") == 1
     assert "FAIL" in capsys.readouterr().out

@@ -18,7 +18,13 @@ from trimtab.arch.load import load_arch
 from trimtab.arch.params import ParamSpec
 from trimtab.arch.spec import ArchSpec
 from trimtab.arch.stored import StoredTensor
-from trimtab.checkpoint.adapter import AdapterFile
+from trimtab.checkpoint.adapter import (
+    AdapterFile,
+    AdapterMeta,
+    adapter_base,
+    load_adapter,
+    save_adapter,
+)
 from trimtab.checkpoint.codec import (
     Part,
     Progress,
@@ -29,7 +35,7 @@ from trimtab.checkpoint.codec import (
 )
 from trimtab.checkpoint.load import stored_reader
 from trimtab.checkpoint.save import save_checkpoint
-from trimtab.checkpoint.source import Source
+from trimtab.checkpoint.source import Source, open_source
 from trimtab.checkpoint.structure import require_equal
 from trimtab.errors import AdapterError, ArchError
 
@@ -82,6 +88,28 @@ def copy_checkpoint(
         dst, written, config, merged_tensors(source, arch, written, adapter), files,
         source_fingerprint=source.fingerprint(), extra=extra, progress=progress,
     )
+
+
+def export_adapter(src: str | Path, dst: str | Path, base: str | None = None) -> int:
+    """Write an adapter again in PEFT's form, held against its base; returns its tensor count.
+
+    Args:
+        src: adapter directory.
+        dst: new directory.
+        base: its base; by default what the adapter names.
+
+    Raises:
+        AdapterError: TT502 if it does not fit the base.
+        CheckpointError: TT309 if `dst` holds something.
+    """
+    base = base or adapter_base(src)
+    source = open_source(base)
+    arch = load_arch(source.config(), source.where)
+    adapter = load_adapter(src, arch)
+    fingerprint = adapter.manifest.source_fingerprint if adapter.manifest else None
+    meta = AdapterMeta(base, fingerprint, {"made_by": "export"})
+    save_adapter(dst, arch, adapter.targets, adapter.tensors, meta)
+    return len(adapter.tensors)
 
 
 def merged_tensors(

@@ -22,7 +22,12 @@ def export(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
 ) -> None:
     """Write a checked copy: `hf` a checkpoint in the released format, `peft` an adapter."""
-    count = _export_checkpoint(src, out) if to == "hf" else _export_adapter(src, out, base)
+    if to == "hf":
+        count = _export_checkpoint(src, out)
+    else:
+        from trimtab.checkpoint.merge import export_adapter
+
+        count = export_adapter(src, out, base)
     if as_json:
         print_json({"out": out, "to": to, "tensors": count})
     else:
@@ -38,18 +43,3 @@ def _export_checkpoint(src: str, out: str) -> int:
     with byte_progress("exporting") as progress:
         copy_checkpoint(source, out, extra={"made_by": "export"}, progress=progress)
     return len(source.entries())
-
-
-def _export_adapter(src: str, out: str, base: str | None) -> int:
-    from trimtab.arch.load import load_arch
-    from trimtab.checkpoint.adapter import AdapterMeta, adapter_base, load_adapter, save_adapter
-    from trimtab.checkpoint.source import open_source
-
-    base = base or adapter_base(src)
-    source = open_source(base)
-    arch = load_arch(source.config(), source.where)
-    adapter = load_adapter(src, arch)
-    fingerprint = adapter.manifest.source_fingerprint if adapter.manifest else None
-    meta = AdapterMeta(base, fingerprint, {"made_by": "export"})
-    save_adapter(out, arch, adapter.targets, adapter.tensors, meta)
-    return len(adapter.tensors)

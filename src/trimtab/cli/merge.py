@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -27,24 +26,11 @@ def merge(
 
     A merge that fails the check is marked unfinished, so that no other command reads it.
     """
-    from trimtab.arch.load import load_arch
-    from trimtab.checkpoint.adapter import load_adapter
-    from trimtab.checkpoint.manifest import check_output, mark_unfinished
-    from trimtab.checkpoint.merge import copy_checkpoint
-    from trimtab.checkpoint.source import open_source
-    from trimtab.verify.merged import check_merge
+    from trimtab.verify.merged import merge_checked
 
-    check_output(out)
-    source = open_source(base)
-    read = load_adapter(adapter, load_arch(source.config(), source.where))
     with byte_progress("merging") as progress:
-        copy_checkpoint(
-            source, out, adapter=read, dtype=dtype, extra={"made_by": "merge"}, progress=progress
-        )
-    verdicts = check_merge(base, read, out) if check else []
-    if not all(verdict.passed for verdict in verdicts):
-        mark_unfinished(Path(out))
+        report = merge_checked(base, adapter, out, dtype=dtype, check=check, progress=progress)
     print_verdicts(
-        verdicts, as_json, out=out, targets=len(read.targets), dtype=dtype,
+        report.verdicts, as_json, out=out, targets=report.num_targets, dtype=dtype,
         next_command=f"trimtab generate {out} --prompt TEXT",
     )

@@ -18,9 +18,8 @@ from rich.console import Console
 
 from trimtab.arch.load import load_arch
 from trimtab.arch.summary import Summary, summarise
-from trimtab.checkpoint.adapter import AdapterMeta, adapter_base, load_adapter, save_adapter
 from trimtab.checkpoint.manifest import verify_files, write_atomic
-from trimtab.checkpoint.merge import copy_checkpoint
+from trimtab.checkpoint.merge import export_adapter
 from trimtab.checkpoint.source import open_source
 from trimtab.config.load import load_recipe
 from trimtab.data.records import read_records
@@ -44,7 +43,7 @@ from trimtab.train.metrics import read_metrics
 from trimtab.train.reporter import Reporter
 from trimtab.train.run_dir import RunDirectory
 from trimtab.units import format_bytes, format_count
-from trimtab.verify.merged import check_merge
+from trimtab.verify.merged import merge_checked
 from trimtab.verify.structure import check_structure
 
 _NUM_STEPS = 9
@@ -167,11 +166,8 @@ class _Demo:
 
         def work() -> tuple[None, Found]:
             again = discard_artefact(place.merged)
-            source = open_source(place.base)
-            adapter = load_adapter(place.adapter, load_arch(source.config(), source.where))
-            copy_checkpoint(source, place.merged, adapter=adapter, extra={"made_by": "merge"})
-            verdicts = check_merge(place.base, adapter, place.merged)
-            return None, Found(_written(place.merged, again), verdicts)
+            report = merge_checked(place.base, place.adapter, place.merged)
+            return None, Found(_written(place.merged, again), report.verdicts)
 
         self.tell.step("Adapter folded into the base, and the result compared", [line], work)
 
@@ -181,13 +177,7 @@ class _Demo:
 
         def work() -> tuple[None, Found]:
             again = discard_artefact(place.peft)
-            base = adapter_base(place.adapter)
-            source = open_source(base)
-            arch = load_arch(source.config(), source.where)
-            adapter = load_adapter(place.adapter, arch)
-            fingerprint = adapter.manifest.source_fingerprint if adapter.manifest else None
-            meta = AdapterMeta(base, fingerprint, {"made_by": "export"})
-            save_adapter(place.peft, arch, adapter.targets, adapter.tensors, meta)
+            export_adapter(place.adapter, place.peft)
             return None, Found(_written(place.peft, again), verify_files(place.peft))
 
         self.tell.step("Adapter exported for PEFT", [line], work)

@@ -1,18 +1,25 @@
 """Merge check: a merged checkpoint must compute what base plus adapter computes.
 
-Knows: the limits and why. Does not know: how merging is done.
+Knows: the limits and why, and that a merge which fails them is closed to readers. Does not know:
+how merging is done.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from trimtab.checkpoint.adapter import AdapterFile, attach_adapter
+from trimtab.arch.load import load_arch
+from trimtab.checkpoint.adapter import AdapterFile, attach_adapter, load_adapter
+from trimtab.checkpoint.codec import Progress
 from trimtab.checkpoint.load import load_model
+from trimtab.checkpoint.manifest import check_output, mark_unfinished
+from trimtab.checkpoint.merge import OutputDtype, copy_checkpoint
+from trimtab.checkpoint.source import open_source
 from trimtab.models.decoder import CausalLM
 from trimtab.models.lora import disabled
 from trimtab.models.tape import ChoiceTape
@@ -24,6 +31,50 @@ from trimtab.verify.logits import probe_sequences, sequence_logits, token_errors
 # of base + adapter are forced on the merged model: a token that flips between two near-equal
 # experts would otherwise decide.
 LIMITS: dict[torch.dtype, float] = {torch.bfloat16: 3e-2, torch.float32: 1e-4}
+
+
+@dataclass(frozen=True, slots=True)
+class MergeReport:
+    """A merge as it was written: how many modules it changed, and whether it computes the same."""
+
+    num_targets: int
+    verdicts: list[Verdict]
+
+
+def merge_checked(
+    base: str | Path,
+    adapter: str | Path,
+    out: str | Path,
+    *,
+    dtype: OutputDtype = "native",
+    check: bool = True,
+    progress: Progress | None = None,
+) -> MergeReport:
+    """Write base plus adapter as one checkpoint and compare what it computes.
+
+    A merge that fails the check is marked unfinished, so that no other command reads it.
+
+    Args:
+        base: the base checkpoint.
+        adapter: adapter directory.
+        out: new directory.
+        dtype: of the written weights, see `copy_checkpoint`.
+        check: compare logits afterwards, which loads both models.
+        progress: called with bytes done and in all while writing.
+
+    Raises:
+        AdapterError: the adapter does not fit.
+        CheckpointError: TT309 if `out` holds something, or the base is damaged.
+    """
+    check_output(out)
+    source = open_source(base)
+    read = load_adapter(adapter, load_arch(source.config(), source.where))
+    copy_checkpoint(source, out, adapter=read, dtype=dtype, extra={"made_by": "merge"},
+                    progress=progress)
+    verdicts = check_merge(base, read, out) if check else []
+    if not all(verdict.passed for verdict in verdicts):
+        mark_unfinished(Path(out))
+    return MergeReport(len(read.targets), verdicts)
 
 
 def check_merge(
