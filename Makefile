@@ -31,9 +31,8 @@ types: $(VENV)/dev.stamp
 imports: $(VENV)/dev.stamp
 	$(BIN)/lint-imports
 
-# One thread in each of the WORKERS processes: more only take the cores from one another.
 pytest: $(VENV)/dev.stamp
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) $(PYTEST_ARGS)
 
 # The pages that are written by the code they describe; tests hold them to it.
 docs: $(VENV)/dev.stamp

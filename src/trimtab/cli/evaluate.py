@@ -60,14 +60,14 @@ def _show(report: EvalReport) -> None:
     from rich.table import Table
 
     console = Console(highlight=False)
-    grid = Table(title="held-out scores", title_justify="left")
+    grid = Table(box=None, pad_edge=False)
     for name in ("set", "metric"):
         grid.add_column(name, overflow="fold")
     for name in ("records", "base", "adapter", "difference, 95%"):
         grid.add_column(name, justify="right", no_wrap=True)
     for row in report.sets:
         after = "-" if row.after is None else f"{row.after.value:.4f}"
-        grid.add_row(f"{row.role}: {row.name}", row.metric, str(row.num_records),
+        grid.add_row(row.name, row.metric.replace("_", " "), str(row.num_records),
                      f"{row.before.value:.4f}", after, _difference(row.difference))
     console.print(grid)
     for row in report.sets:

@@ -5,6 +5,7 @@ Knows: text, tables, progress bars. Does not know: what is trained.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
@@ -16,7 +17,9 @@ from rich.table import Table
 from trimtab.train.plan import RunPlan
 from trimtab.units import format_bytes, format_count
 
-_PLAIN_LINES = 20  # lines a bar becomes where stderr is no terminal
+# A bar becomes lines where stderr is no terminal: no more than these, and none closer than that.
+_PLAIN_LINES = 20
+_PLAIN_SECONDS = 1.0
 
 
 class Update(Protocol):
@@ -76,13 +79,14 @@ class ConsoleReporter:
             yield update
 
     def _plain(self, title: str) -> Update:
-        shown = -1
+        shown, said = -1, time.monotonic()
 
         def update(done: int, total: int, words: str = "") -> None:
-            nonlocal shown
+            nonlocal shown, said
             part = done * _PLAIN_LINES // max(1, total)
-            if part > shown:
-                shown = part
+            due = time.monotonic() >= said + _PLAIN_SECONDS or done >= total
+            if part > shown and due:
+                shown, said = part, time.monotonic()
                 self.say(f"{title} {done}/{total} {words}".rstrip())
 
         return update
