@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from trimtab.cli.report import print_json
 
 app = typer.Typer(add_completion=False)
 
@@ -30,6 +31,6 @@ def demo(
 
     outcome = run_demo(out, console=Console(stderr=as_json, highlight=False), base=base)
     if as_json:
-        typer.echo(json.dumps(outcome.as_dict()))
+        print_json(outcome.as_dict())
     if not outcome.passed:
         raise typer.Exit(1)

@@ -51,7 +51,8 @@ def _tiles(outcome: Outcome) -> list[tuple[str, str]]:
         (f"{training.trainable_share:.2%}", "of the parameters trained"),
         (f"{training.peak_memory_gib:.2f} GiB", "peak memory"),
         (f"{outcome.tokens_per_second:,.0f}", "training tokens per second"),
-        (format_seconds(outcome.seconds), "for everything on this page"),
+        (format_seconds(outcome.seconds),
+         "for this start of the demo" if training.resumed_from else "for the whole demo"),
     ]
 
 
@@ -85,13 +86,13 @@ def _curves(metrics: Rows) -> list[tuple[str, str, Markup]]:
         ("Loss", "nats per supervised token; smoothed, single steps behind",
          _noisy(fall or "Loss", steps, loss)),
         ("Learning rate", "warm-up, then cosine",
-         _plain("Learning rate by step", steps, _column(metrics, "lr"))),
+         _schedule("Learning rate by step", steps, _column(metrics, "lr"))),
         ("Gradient norm", "before clipping at 1",
          _noisy("Gradient norm by step", steps, _column(metrics, "grad_norm"))),
         ("Speed", "tokens per second, pads included",
          _noisy("Tokens per second by step", steps, speed)),
         ("Mixture", "share of the tokens that are words, the rest is general text",
-         _plain("Share of domain tokens by step", steps, _column(metrics, "domain_share"))),
+         _noisy("Share of domain tokens by step", steps, _column(metrics, "domain_share"))),
     ]
 
 
@@ -101,8 +102,10 @@ def _noisy(label: str, steps: Sequence[float], values: Sequence[float]) -> Marku
     return line_chart(label, [raw, line], x_name="step")
 
 
-def _plain(label: str, steps: Sequence[float], values: Sequence[float]) -> Markup:
-    return line_chart(label, [Series(list(zip(steps, values, strict=True)))], x_name="step")
+def _schedule(label: str, steps: Sequence[float], values: Sequence[float]) -> Markup:
+    # Its last value is next to nothing and says less than the curve.
+    curve = Series(list(zip(steps, values, strict=True)), shows_last=False)
+    return line_chart(label, [curve], x_name="step")
 
 
 def _router_chart(metrics: Rows) -> Markup | None:

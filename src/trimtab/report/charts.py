@@ -35,11 +35,13 @@ class Series:
 
     Args:
         points: (x, y) by rising x.
-        style: `line` is the curve to read, with its last value written; `faint` stands behind it.
+        style: `line` is the curve to read; `faint` stands behind it.
+        shows_last: the last value of a `line` is written.
     """
 
     points: Sequence[Point]
     style: Literal["line", "faint"] = "line"
+    shows_last: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +180,7 @@ class _Scale:
 def _curve(svg: ET.Element, curve: Series, x_at: _Scale, y_at: _Scale) -> None:
     steps = [f"{x_at(x):.1f} {y_at(y):.1f}" for x, y in curve.points]
     ET.SubElement(svg, "path", {"class": curve.style, "d": "M" + " L".join(steps)})
-    if curve.style != "line":
+    if curve.style != "line" or not curve.shows_last:
         return
     x, y = curve.points[-1]
     ET.SubElement(svg, "circle", {"class": "dot", "r": "3.5",
@@ -221,7 +223,7 @@ def _rect(
     parent: ET.Element, x: float, y: float, width: float, height: float, style: str
 ) -> ET.Element:
     return ET.SubElement(parent, "rect", {
-        "x": f"{x:.1f}", "y": f"{y:.1f}", "width": f"{width:.1f}", "height": f"{height:.1f}",
+        "x": f"{x:.2f}", "y": f"{y:.2f}", "width": f"{width:.2f}", "height": f"{height:.2f}",
         "class": style,
     })
 

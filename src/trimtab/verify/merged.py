@@ -110,10 +110,11 @@ def check_merge(
     effect = float(token_errors(plain, adapted).median())
     verdicts = [Verdict.at_most("merged logits against base + adapter", error, limit)]
     if effect > 0:
-        # Below the rounding of the weights themselves the share says nothing.
-        allowed = 0.5 if effect > limit else float("inf")
-        name = "merge error as a share of the adapter's effect"
-        verdicts.append(Verdict.at_most(name, error / effect, allowed))
+        name, share = "merge error as a share of the adapter's effect", error / effect
+        # An effect below the rounding of the weights themselves is reported, not judged.
+        judged = effect > limit
+        verdicts.append(Verdict.at_most(name, share, 0.5) if judged
+                        else Verdict(name, share, None, True))
     return verdicts
 
 
