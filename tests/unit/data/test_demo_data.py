@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import io
 import json
 from pathlib import Path
+
+from PIL import Image
 
 import trimtab
 from trimtab.data.encode import encode_record
@@ -45,3 +49,33 @@ def test_general_texts_are_apart_and_fit_a_pack(tokenizer: Tokenizer) -> None:
     held_out = list(read_records(DATA / "general_heldout.jsonl"))
     assert not train & {record.text for record in held_out}
     assert max(len(encode_record(record, tokenizer)) for record in held_out) <= 1024
+
+
+def digits(name: str) -> list[tuple[list[bytes], str]]:
+    """Pixels of the digits of each image, and the answer."""
+    found = []
+    for line in (DATA / name).read_text().splitlines():
+        user, assistant = json.loads(line)["messages"]
+        with Image.open(io.BytesIO(base64.b64decode(user["content"][0]["image"]))) as image:
+            assert image.height == 28 and image.width % 28 == 0
+            cut = [image.crop((x, 0, x + 28, 28)).tobytes() for x in range(0, image.width, 28)]
+        found.append((cut, assistant["content"]))
+    return found
+
+
+def test_no_held_out_digit_is_trained_on() -> None:
+    train = digits("digits_train.jsonl") + digits("digits_rehearsal.jsonl")
+    held_out = digits("digits_name_heldout.jsonl")
+    seen = [digit for cut, _ in held_out for digit in cut]
+    assert len(held_out) == 300 and len(set(seen)) == len(seen) == 750
+    assert not set(seen) & {digit for cut, _ in train for digit in cut}
+
+
+def test_both_instructions_are_asked_of_the_same_images() -> None:
+    words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+    named, read = digits("digits_name_heldout.jsonl"), digits("digits_read_heldout.jsonl")
+    for (cut, name), (same, number) in zip(named, read, strict=True):
+        assert cut == same and len(number) == len(cut)
+        assert name == " ".join(words[int(n)] for n in number)
+    labels = "".join(number for _, number in read)
+    assert min(labels.count(n) for n in "0123456789") > 40

@@ -68,7 +68,7 @@ def test_markers_in_messages_stay_ordinary_text(tokenizer: Tokenizer, parts: lis
 def test_ids_come_from_the_files(tokenizer: Tokenizer) -> None:
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (256, 257, 259)
     assert tokenizer.stop_ids == (257, END)
-    assert tokenizer.vocab_size == 264
+    assert tokenizer.vocab_size == 268
     assert tokenizer.encode("<|user|>", allow_special=True) == [261]
     assert tokenizer.encode_segments([("<|user|>", True), ("<|eos|>", False)])[0] == 261
     assert tokenizer.encode_document("a") == [97, 257]
