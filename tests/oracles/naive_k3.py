@@ -1,4 +1,4 @@
-"""A naive float64 Kimi text model: K3, K3.1 (indexer) and kimi_linear, one sequence at a time.
+"""A naive float64 Kimi model: K3, K3.1 (indexer) and kimi_linear, one sequence at a time.
 
 Takes a released `config.json` as a dict and tensors under their released names, and loops over
 tokens, queries and experts. Variants are read off the configuration:
@@ -12,15 +12,19 @@ tokens, queries and experts. Variants are read off the configuration:
     routed_expert_hidden_size  latent MoE
     hidden_act                 situ or silu
     dsa_config                 lightning indexer with top-k key selection
+
+Images are given as `(patches, grid)` pairs (`naive_vision`); their features replace the embedding
+rows of the placeholder tokens, which never count as labels.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import naive_ops as ops
+from . import naive_vision
 from .naive_ops import F64
 
 Config = Mapping[str, Any]
@@ -51,30 +55,52 @@ class Weights:
         return Weights(self.tensors, self.prefix + part)
 
 
-def logits(config: Config, tensors: Mapping[str, Tensor], ids: list[int]) -> Tensor:
+def logits(
+    config: Config,
+    tensors: Mapping[str, Tensor],
+    ids: list[int],
+    images: Sequence[naive_vision.Image] = (),
+) -> Tensor:
     """Return lm_head @ RMS(h; model.norm) for every position, [T, W] float64 (K3 sheet 2.1)."""
     head = Weights(tensors, prefix_of(config))("lm_head.weight")
-    return hidden_states(config, tensors, ids)["final"] @ head.T
+    return hidden_states(config, tensors, ids, images)["final"] @ head.T
 
 
-def loss(config: Config, tensors: Mapping[str, Tensor], ids: list[int]) -> Tensor:
-    """Return the mean next-token cross-entropy over the T - 1 predictions, in nats."""
-    log_p = torch.log_softmax(logits(config, tensors, ids)[:-1], dim=-1)
-    return -torch.stack([log_p[t, ids[t + 1]] for t in range(len(ids) - 1)]).mean()
+def loss(
+    config: Config,
+    tensors: Mapping[str, Tensor],
+    ids: list[int],
+    images: Sequence[naive_vision.Image] = (),
+) -> Tensor:
+    """Return the mean cross-entropy of the next token over labels that are text, in nats."""
+    log_p = torch.log_softmax(logits(config, tensors, ids, images)[:-1], dim=-1)
+    labels = text_labels(config, ids)
+    return -torch.stack([log_p[t, label] for t, label in labels]).mean()
+
+
+def text_labels(config: Config, ids: list[int]) -> list[tuple[int, int]]:
+    """Return (position, next token) wherever the next token is no image placeholder."""
+    media = config.get("media_placeholder_token_id")
+    return [(t, ids[t + 1]) for t in range(len(ids) - 1) if ids[t + 1] != media]
 
 
 def hidden_states(
-    config: Config, tensors: Mapping[str, Tensor], ids: list[int]
+    config: Config,
+    tensors: Mapping[str, Tensor],
+    ids: list[int],
+    images: Sequence[naive_vision.Image] = (),
 ) -> dict[str, Tensor]:
-    """Run the text model (K3 sheet 2.1).
+    """Run the model (K3 sheet 2.1, images section 4).
 
     Returns:
-        `embed`, `0` .. `L-1` (the accumulator, or the plain residual stream, after that layer)
-        and `final` (the input of lm_head), each [T, D] float64.
+        `embed` (image features in place), `0` .. `L-1` (the accumulator, or the plain residual
+        stream, after that layer) and `final` (the input of lm_head), each [T, D] float64.
     """
     text = text_of(config)
     model = Weights(tensors, prefix_of(config) + "model.")
     acc = model("embed_tokens.weight")[ids]
+    if images:
+        acc = naive_vision.splice(config, tensors, ids, acc, images)
     states = {"embed": acc}
     run = _attn_res_layers if text.get("attn_res_block_size") else _plain_layers
     out = run(text, model, acc, states)

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from .naive_ops import F64
+from .naive_vision import Image
 from .random_tensors import (
     Draw,
     Tensors,
@@ -19,13 +21,14 @@ from .random_tensors import (
     draw_mlp,
     draw_router,
     layer_schedule,
+    random_ids,
 )
 
 
 def tiny_config(
     indexer: bool = False,
     *,
-    vision: bool = False,
+    vision: bool | Mapping[str, Any] = False,
     layers: int = 6,
     hidden: int = 64,
     vocab: int = 100,
@@ -43,7 +46,8 @@ def tiny_config(
 
     Args:
         indexer: add the `dsa_config` of K3.1 (8 heads, so that exact score ties are rare).
-        vision: add a toy `vision_config`.
+        vision: add a toy `vision_config`, with a 5 x 7 grid of positions; a mapping replaces
+            fields of it.
         layers: depth; MLA at 0-based i % 4 == 3 and in the last layer, KDA elsewhere.
         hidden: model width.
         vocab: vocabulary size; the last four ids are bos, eos, media and pad.
@@ -83,8 +87,9 @@ def tiny_config(
         "tie_word_embeddings": False,
         "text_config": {**text, **text_fields},
     }
-    if vision:
-        config["vision_config"] = _vision(hidden)
+    if vision is not False:
+        fields = {} if vision is True else vision
+        config["vision_config"] = {**_vision(hidden), **fields}
     return config
 
 
@@ -117,6 +122,27 @@ def random_checkpoint(
     if "vision_config" in config:
         _vision_tensors(draw, config["vision_config"])
     return draw.tensors
+
+
+def random_image(grid: tuple[int, int, int], seed: int, patch: int = 14) -> Image:
+    """Draw patches [t*h*w, 3, patch, patch] in [-1, 1], float64 values that float32 holds too."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (math.prod(grid), 3, patch, patch)
+    return (2 * torch.rand(shape, generator=generator) - 1).to(F64), grid
+
+
+def image_prompt(
+    config: Mapping[str, Any], grids: list[tuple[int, int, int]], seed: int
+) -> tuple[list[int], list[Image]]:
+    """Draw images and a prompt with 3 to 9 text tokens before, between and after them."""
+    ids: list[int] = []
+    for n, (_, height, width) in enumerate(grids):
+        down, across = config["vision_config"]["merge_kernel_size"]
+        ids += random_ids(config, 3 + (seed + 5 * n) % 7, seed + n)
+        pads = (height // down) * (width // across)
+        ids += [config["media_placeholder_token_id"]] * pads
+    ids += random_ids(config, 9, seed + len(grids))
+    return ids, [random_image(grid, seed + n) for n, grid in enumerate(grids)]
 
 
 def _layer(draw: Draw, at: str, text: Mapping[str, Any], index: int, packed: bool) -> None:
@@ -188,7 +214,7 @@ def _vision_tensors(draw: Draw, vision: Mapping[str, Any]) -> None:
     at = "vision_tower."
     draw.normal(f"{at}patch_embed.proj.weight", (width, 3, patch, patch), (3 * patch**2) ** -0.5)
     grid = (vision["init_pos_emb_height"], vision["init_pos_emb_width"], width)
-    draw.normal(f"{at}patch_embed.pos_emb.weight", grid, 0.2)
+    draw.normal(f"{at}patch_embed.pos_emb.weight", grid, 1.0)
     for block in range(vision["vt_num_hidden_layers"]):
         b = f"{at}encoder.blocks.{block}."
         draw.gain(f"{b}norm0.weight", width)
@@ -289,15 +315,16 @@ def _quantization() -> dict[str, Any]:
 
 
 def _vision(text_hidden: int) -> dict[str, Any]:
+    """A tower whose sizes all differ, so that a swapped pair of them cannot go unseen."""
     return {
         "patch_size": 14,
-        "vt_hidden_size": 32,
-        "vt_num_hidden_layers": 2,
-        "vt_num_attention_heads": 4,
-        "qkv_hidden_size": 48,
-        "vt_intermediate_size": 64,
-        "init_pos_emb_height": 8,
-        "init_pos_emb_width": 8,
+        "vt_hidden_size": 20,
+        "vt_num_hidden_layers": 3,
+        "vt_num_attention_heads": 2,
+        "qkv_hidden_size": 24,
+        "vt_intermediate_size": 28,
+        "init_pos_emb_height": 5,
+        "init_pos_emb_width": 7,
         "init_pos_emb_time": 4,
         "pos_emb_type": "divided_fixed",
         "pos_emb_interpolation_mode": "bilinear",
@@ -310,7 +337,7 @@ def _vision(text_hidden: int) -> dict[str, Any]:
         "merge_type": "sd2_tpool",
         "merge_kernel_size": [2, 2],
         "mm_projector_type": "patchmergerv2",
-        "mm_hidden_size": 32,
+        "mm_hidden_size": 20,
         "text_hidden_size": text_hidden,
         "projector_hidden_act": "gelu",
         "projector_ln_eps": 1e-5,
