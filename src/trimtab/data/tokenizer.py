@@ -1,23 +1,22 @@
 """Text to token ids and back, and conversations to ids with a loss mask.
 
-Knows: tokenizer.json, tokenizer_config.json and the chat template of a checkpoint. Does not know:
-records, packs, models. Every special id comes from those files.
+Knows: the tokenizer files, tokenizer_config.json and the chat format of a checkpoint. Does not
+know: records, packs, models. Every special id comes from those files.
 
-What people wrote is encoded by an instance that treats special tokens as ordinary text, so that a
-typed `<|end_of_msg|>` never becomes the marker.
+What people wrote is encoded with special tokens read as ordinary text, so that a typed
+`<|end_of_msg|>` never becomes the marker.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import tokenizers
-
+from trimtab.data.model_files import read_bytes, read_json, read_text
+from trimtab.data.ranks import RankVocabulary
 from trimtab.data.template import ChatTemplate, Message, Piece
+from trimtab.data.vocabulary import JsonVocabulary, Vocabulary
 from trimtab.errors import DataError
 
 _NAMED = (
@@ -29,8 +28,6 @@ _NAMED = (
     "cls_token",
     "mask_token",
 )
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,26 +61,17 @@ class Tokenizer:
 
     def __init__(
         self,
-        definition: Mapping[str, object],
+        vocabulary: Vocabulary,
         config: Mapping[str, object],
         template: str | None,
         stop_ids: Sequence[int],
         where: str,
     ) -> None:
         self._where = where
+        self._vocabulary = vocabulary
         named = _named_tokens(config)
-        text = json.dumps(_with_specials(definition, set(named.values())))
-        try:
-            self._structural = tokenizers.Tokenizer.from_str(text)
-            self._plain = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # noqa: BLE001  the library raises bare Exception
-            raise DataError("TT405", where, f"cannot be read: {error}") from None
-        self._plain.encode_special_tokens = True
-        added = self._structural.get_added_tokens_decoder()
-        _check_ids(definition, self._structural, where)
-        vocabulary = self._structural.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values()) + 1
-        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.vocab_size = vocabulary.size
+        self.special_ids = frozenset(vocabulary.specials)
         self.bos_id = self._id(named, "bos_token")
         self.eos_id = self._id(named, "eos_token")
         pad_id = self._id(named, "pad_token")
@@ -91,7 +79,7 @@ class Tokenizer:
         self.add_bos = bool(config.get("add_bos_token", False)) and self.bos_id is not None
         self.template: ChatTemplate | None = None
         if template is not None:
-            markers = [added[i].content for i in sorted(self.special_ids)]
+            markers = [vocabulary.specials[i] for i in sorted(self.special_ids)]
             self.template = ChatTemplate(template, named, markers, f"{where} (chat template)")
         ends = {*stop_ids, *([] if self.eos_id is None else [self.eos_id]), *self._end_marker()}
         self.stop_ids = tuple(sorted(ends))
@@ -103,8 +91,7 @@ class Tokenizer:
             text: anything; markers in it stay ordinary text.
             allow_special: read markers as special tokens; only for text of the format itself.
         """
-        chosen = self._structural if allow_special else self._plain
-        ids: list[int] = chosen.encode(text, add_special_tokens=False).ids
+        ids = self._vocabulary.encode(text, allow_special)
         if not allow_special and not self.special_ids.isdisjoint(ids):
             raise DataError(
                 "TT405", self._where, "its vocabulary yields special tokens for ordinary text",
@@ -125,8 +112,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """Text of ids; bytes that are not UTF-8 become the replacement character."""
-        text: str = self._structural.decode(list(ids), skip_special_tokens=skip_special)
-        return text
+        return self._vocabulary.decode(ids, skip_special)
 
     def render(
         self,
@@ -163,10 +149,10 @@ class Tokenizer:
     def _id(self, named: Mapping[str, str], name: str) -> int | None:
         if name not in named:
             return None
-        found: int | None = self._structural.token_to_id(named[name])
+        found = self._vocabulary.token_id(named[name])
         if found is None:
             raise DataError(
-                "TT405", self._where, f"{name} of tokenizer_config.json is not in tokenizer.json",
+                "TT405", self._where, f"lacks {name} of tokenizer_config.json",
                 value=named[name],
             )  # fmt: skip
         return found
@@ -187,28 +173,45 @@ class Tokenizer:
 def load_tokenizer(model_dir: str | Path) -> Tokenizer:
     """Read the tokenizer of a checkpoint directory or fsspec URL.
 
-    Reads tokenizer.json, tokenizer_config.json, the template (chat_template.jinja,
-    chat_template.json or inside tokenizer_config.json) and the end ids of generation_config.json
-    and config.json.
+    Reads tokenizer.json, or tiktoken.model where there is none; tokenizer_config.json; the
+    template (chat_template.jinja, chat_template.json or inside tokenizer_config.json); the end
+    ids of generation_config.json and config.json.
 
     Raises:
-        DataError: TT405 where there is no tokenizer.json or it cannot be used; TT404 where the
+        DataError: TT405 where there is no tokenizer or it cannot be used; TT404 where the
             template is not valid.
     """
-    where = f"{str(model_dir).rstrip('/')}/tokenizer.json"
-    definition = _read_json(model_dir, "tokenizer.json")
-    if definition is None:
-        raise DataError(
-            "TT405", where, "no such file", hint="put tokenizer.json beside config.json"
-        )
-    config = _read_json(model_dir, "tokenizer_config.json") or {}
+    config = read_json(model_dir, "tokenizer_config.json") or {}
+    model_config = read_json(model_dir, "config.json") or {}
+    vocabulary, where = _load_vocabulary(model_dir, config, model_config)
     stop_ids: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        found = (_read_json(model_dir, name) or {}).get("eos_token_id")
+    for source in (read_json(model_dir, "generation_config.json") or {}, model_config):
+        found = source.get("eos_token_id")
         stop_ids |= {
             i for i in (found if isinstance(found, list) else [found]) if isinstance(i, int)
         }
-    return Tokenizer(definition, config, _find_template(model_dir, config), sorted(stop_ids), where)
+    return Tokenizer(vocabulary, config, _find_template(model_dir, config), sorted(stop_ids), where)
+
+
+def _load_vocabulary(
+    model_dir: str | Path, config: Mapping[str, object], model_config: Mapping[str, object]
+) -> tuple[Vocabulary, str]:
+    """The vocabulary and the path of its file."""
+    where = f"{str(model_dir).rstrip('/')}/tokenizer.json"
+    definition = read_json(model_dir, "tokenizer.json")
+    if definition is not None:
+        return JsonVocabulary(definition, set(_named_tokens(config).values()), where), where
+    ranks = read_bytes(model_dir, "tiktoken.model")
+    if ranks is None:
+        raise DataError(
+            "TT405", where, "no such file, and no tiktoken.model",
+            hint="put tokenizer.json or tiktoken.model beside config.json",
+        )  # fmt: skip
+    where = f"{str(model_dir).rstrip('/')}/tiktoken.model"
+    text_config = model_config.get("text_config")
+    inner = text_config if isinstance(text_config, Mapping) else model_config
+    size = inner.get("vocab_size")
+    return RankVocabulary(ranks, config, size if isinstance(size, int) else None, where), where
 
 
 def check_token_ids(ids: Sequence[int], vocab_size: int, where: str) -> None:
@@ -225,56 +228,11 @@ def check_token_ids(ids: Sequence[int], vocab_size: int, where: str) -> None:
             )  # fmt: skip
 
 
-def _read(model_dir: str | Path, name: str) -> str | None:
-    """Text of a file of a local directory, URL or hub id; None where there is none."""
-    where = f"{str(model_dir).rstrip('/')}/{name}"
-    try:
-        return _read_bytes(str(model_dir), name).decode("utf-8")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except UnicodeDecodeError:
-        raise DataError("TT405", where, "is not UTF-8 text") from None
-    except ImportError as error:
-        hint = "pip install 'trimtab[http]' (or [s3], [hub], or the package fsspec names)"
-        rule = str(error)
-        if "://" not in where:
-            rule = f"is no local directory, and to read it as a hub id: {error}"
-        raise DataError("TT604", where, rule, hint=hint) from None
-    except Exception as error:
-        # Each file system behind fsspec has errors of its own.
-        raise DataError("TT405", where, f"cannot be read: {error}") from error
-
-
-def _read_bytes(model_dir: str, name: str) -> bytes:
-    remote = "://" in model_dir
-    if not remote and (Path(model_dir).exists() or not _HUB_ID.fullmatch(model_dir)):
-        return (Path(model_dir) / name).read_bytes()
-    from fsspec.core import url_to_fs  # type: ignore[import-untyped] # it ships no types
-
-    filesystem, root = url_to_fs(model_dir if remote else f"hf://{model_dir}")
-    data: bytes = filesystem.cat_file(f"{root.rstrip('/')}/{name}")
-    return data
-
-
-def _read_json(model_dir: str | Path, name: str) -> dict[str, object] | None:
-    text = _read(model_dir, name)
-    if text is None:
-        return None
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        where = f"{model_dir}/{name}:{error.lineno}"
-        raise DataError("TT405", where, f"not valid JSON: {error.msg}") from None
-    if not isinstance(value, dict):
-        raise DataError("TT405", f"{model_dir}/{name}", "must hold one JSON object")
-    return value
-
-
 def _find_template(model_dir: str | Path, config: Mapping[str, object]) -> str | None:
-    text = _read(model_dir, "chat_template.jinja")
+    text = read_text(model_dir, "chat_template.jinja")
     if text is not None:
         return text
-    stored = (_read_json(model_dir, "chat_template.json") or config).get("chat_template")
+    stored = (read_json(model_dir, "chat_template.json") or config).get("chat_template")
     if isinstance(stored, list):
         by_name = {str(item["name"]): item["template"] for item in stored if "template" in item}
         stored = by_name.get("default", next(iter(by_name.values()), None))
@@ -291,24 +249,3 @@ def _named_tokens(config: Mapping[str, object]) -> dict[str, str]:
         if isinstance(value, str):
             named[name] = value
     return named
-
-
-def _with_specials(definition: Mapping[str, object], names: set[str]) -> dict[str, object]:
-    """Mark the tokens that the config names as special, and drop padding and truncation."""
-    added = definition.get("added_tokens")
-    tokens = [dict(t) for t in added] if isinstance(added, list) else []
-    for token in tokens:
-        token["special"] = bool(token.get("special")) or token.get("content") in names
-    return {**definition, "added_tokens": tokens, "padding": None, "truncation": None}
-
-
-def _check_ids(definition: Mapping[str, object], loaded: tokenizers.Tokenizer, where: str) -> None:
-    """Refuse a file whose added tokens would get other ids than it states (gaps closed up)."""
-    added = definition.get("added_tokens")
-    for token in added if isinstance(added, list) else []:
-        found = loaded.token_to_id(token["content"])
-        if found != token["id"]:
-            raise DataError(
-                "TT405", where, f"token {token['content']} gets id {found}, the file says "
-                f"{token['id']}; its ids have gaps that this format cannot keep",
-            )  # fmt: skip
