@@ -174,6 +174,8 @@ ERROR_DOCS: dict[str, ErrorDoc] = _docs(
      "Check the template and the roles in the record."),
     ("TT405", "no tokenizer", "The checkpoint has no tokenizer that Trimtab can read.",
      "Put tokenizer.json beside config.json."),
+    ("TT407", "images do not fit", "Images, their patch grids and the placeholder tokens disagree.",
+     "Prepare prompt and images together; the message names both counts."),
     # 5xx: adapters
     ("TT501", "no module matches", "A LoRA target matches no module of the model.",
      "Use a name from the list in the message."),

@@ -68,7 +68,7 @@ def inventory(arch: ArchSpec) -> tuple[ParamSpec, ...]:
 def _all_params(arch: ArchSpec) -> Iterator[ParamSpec]:
     d, w = arch.hidden_size, arch.vocab_size
     if arch.vision is not None:
-        yield from _vision(arch.vision, d)
+        yield from _vision(arch.vision, d, arch.dtype)
     yield ParamSpec("embed.weight", (w, d), arch.dtype, ("vocab", "hidden"), "embedding")
     for index in range(arch.num_layers):
         yield from _layer(arch, index)
@@ -215,13 +215,13 @@ def _moe(make: _Maker, spec: MoESpec, d: int) -> Iterator[ParamSpec]:
         yield from _gated_ffn(make, "mlp.shared_experts", d, f, "shared_expert")
 
 
-def _vision(spec: VisionSpec, text_hidden: int) -> Iterator[ParamSpec]:
+def _vision(spec: VisionSpec, text_hidden: int, dtype: str) -> Iterator[ParamSpec]:
     d, qkv, f = spec.hidden_size, spec.qkv_hidden_size, spec.intermediate_size
 
     def make(leaf: str, shape: tuple[int, ...], owner: Owner = "vision") -> ParamSpec:
         root = "projector" if owner == "projector" else "vision"
         axes = tuple(f"vision_{n}" for n in range(len(shape)))
-        return ParamSpec(f"{root}.{leaf}", shape, "BF16", axes, owner)
+        return ParamSpec(f"{root}.{leaf}", shape, dtype, axes, owner)
 
     yield make("patch_embed.proj.weight", (d, 3, spec.patch_size, spec.patch_size))
     grid = (spec.pos_emb_height, spec.pos_emb_width, d)
@@ -235,7 +235,7 @@ def _vision(spec: VisionSpec, text_hidden: int) -> Iterator[ParamSpec]:
         yield make(f"{at}.mlp.fc0.weight", (f, d))
         yield make(f"{at}.mlp.fc1.weight", (d, f))
     yield make("final_layernorm.weight", (d,))
-    merged = d * spec.merge_height * spec.merge_width
+    merged = spec.merged_size
     yield make("proj.0.weight", (merged, merged), "projector")
     yield make("proj.2.weight", (text_hidden, merged), "projector")
     yield make("post_norm.weight", (text_hidden,), "projector")

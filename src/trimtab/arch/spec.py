@@ -14,6 +14,10 @@ from typing import Literal
 
 FloatType = Literal["BF16", "F32"]
 
+# The float32 machine epsilon. The tower's RMS norms are built without an eps; torch then takes
+# that of float32, the dtype of the statistics (releases before 2.7 took the input's, 2^-7).
+VISION_NORM_EPS = 2.0**-23
+
 
 @dataclass(frozen=True, slots=True)
 class ActivationSpec:
@@ -185,7 +189,22 @@ class AttnRes:
 
 @dataclass(frozen=True, slots=True)
 class VisionSpec:
-    """MoonViT tower with its projector (K3)."""
+    """MoonViT tower with its projector (K3).
+
+    Args:
+        num_layers: encoder blocks.
+        hidden_size: width of the tower.
+        num_heads: attention heads.
+        qkv_hidden_size: width of q, k and v each; a head has 4n channels, n per axis and part.
+        intermediate_size: width of the encoder's MLP.
+        patch_size: side of a square patch, in pixels.
+        pos_emb_height, pos_emb_width: learned grid of positions, resized to the image.
+        pos_emb_time: most frames of one item.
+        merge_height, merge_width: patches that become one token.
+        projector_eps: of the projector's RMS norm.
+        norm_eps: of the tower's RMS norms, which the config does not name.
+        rope_theta: base of the rotary frequencies of the two axes.
+    """
 
     num_layers: int
     hidden_size: int
@@ -199,6 +218,27 @@ class VisionSpec:
     merge_height: int
     merge_width: int
     projector_eps: float
+    norm_eps: float = VISION_NORM_EPS
+    rope_theta: float = 10000.0
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one attention head."""
+        return self.qkv_hidden_size // self.num_heads
+
+    @property
+    def merged_size(self) -> int:
+        """Width of the projector's input: the patches of one token side by side."""
+        return self.hidden_size * self.merge_height * self.merge_width
+
+    def num_tokens(self, grid: tuple[int, int, int]) -> int:
+        """Tokens of one item of (frames, rows, columns) patches; frames are averaged.
+
+        >>> VisionSpec(2, 8, 1, 8, 8, 14, 4, 4, 4, 2, 2, 1e-5).num_tokens((1, 4, 6))
+        6
+        """
+        _, height, width = grid
+        return (height // self.merge_height) * (width // self.merge_width)
 
 
 @dataclass(frozen=True, slots=True)

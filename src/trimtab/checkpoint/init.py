@@ -55,11 +55,11 @@ def init_checkpoint(
 def random_parts(arch: ArchSpec, seed: int) -> PartFor:
     """Gives initial values of `param[index]` in float32.
 
-    Tables and the head are N(0, 0.02); matrices N(0, 1/fan_in), those that write to the residual
-    stream reduced by sqrt(2 * layers); norms 1, biases 0; A_log is log U(1, 16), or 0 where the
-    gate is bounded; dt_bias is the inverse softplus of a step log-uniform in [1e-3, 1e-1].
+    Tables and the head are N(0, 0.02); matrices N(0, 1/fan_in), those that write to a residual
+    stream reduced by sqrt(2 * layers of that stream); norms 1, biases 0; A_log is log U(1, 16), or
+    0 where the gate is bounded; dt_bias is the inverse softplus of a step log-uniform in
+    [1e-3, 1e-1]. The projector's norm is 0.02, so that image rows are as large as those of text.
     """
-    depth_scale = 1 / math.sqrt(2 * arch.num_layers)
 
     def part_for(param: ParamSpec, index: tuple[int, ...]) -> Tensor:
         shape = param.shape[len(index):]
@@ -73,13 +73,18 @@ def random_parts(arch: ArchSpec, seed: int) -> PartFor:
             return step + torch.log(-torch.expm1(-step))
         if leaf in ("bias", "e_score_correction_bias"):
             return torch.zeros(shape)
+        if param.name == "projector.post_norm.weight":
+            return torch.full(shape, _TABLE_STD)
         if leaf.endswith("norm") or leaf.startswith("norm"):
             return torch.ones(shape)
         std = _TABLE_STD
         if param.owner not in ("embedding", "head", "residual") and leaf != "pos_emb":
             std = 1 / math.sqrt(math.prod(shape[1:]))
         if leaf in ("o_proj", "down_proj", "latent_up", "wo", "fc1") or param.name.endswith(".down"):
-            std *= depth_scale
+            layers = arch.num_layers
+            if param.owner == "vision" and arch.vision is not None:
+                layers = arch.vision.num_layers
+            std /= math.sqrt(2 * layers)
         return std * torch.randn(shape, generator=draw)
 
     return part_for

@@ -9,7 +9,7 @@ Memory beside the model itself is one stored tensor (and its block scales) at a 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Literal, Protocol, cast
 
@@ -35,7 +35,7 @@ from trimtab.models.build import build_model
 from trimtab.models.decoder import CausalLM
 
 BaseDtype = Literal["native", "bf16", "fp32", "fp64"]
-_SKIPPED_OWNERS = ("vision", "projector")
+_VISION_OWNERS = ("vision", "projector")
 
 
 class _ExpertWeight(Protocol):
@@ -52,6 +52,7 @@ def load_model(
     base_dtype: BaseDtype = "bf16",
     compute_dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
+    vision: bool = True,
     progress: Progress | None = None,
 ) -> tuple[CausalLM, ArchSpec]:
     """Build the model of a checkpoint and fill it.
@@ -63,10 +64,12 @@ def load_model(
         compute_dtype: of activations; None means float64 for `fp64`, else float32 on CPU and
             bfloat16 elsewhere.
         device: where parameters live.
+        vision: load tower and projector where there are any; without them the model takes text
+            only, and their tensors are checked but not read.
         progress: see `Progress`.
 
     Returns:
-        The model, frozen, and its architecture. Vision tensors are checked but not loaded.
+        The model, frozen, and its architecture.
 
     Raises:
         ArchError: config.json is not understood.
@@ -79,7 +82,7 @@ def load_model(
         on_cpu = torch.device(device).type == "cpu"
         compute_dtype = torch.float32 if on_cpu else torch.bfloat16
         compute_dtype = torch.float64 if base_dtype == "fp64" else compute_dtype
-    model = build_model(arch, base_dtype=base_dtype, compute_dtype=compute_dtype)
+    model = build_model(arch, base_dtype=base_dtype, compute_dtype=compute_dtype, vision=vision)
     allocate(model, device)
     fill(model, arch, source, packed=base_dtype == "native", progress=progress)
     return model, arch
@@ -112,7 +115,7 @@ def allocate(model: nn.Module, device: str | torch.device) -> None:
 
 @torch.no_grad()
 def fill(
-    model: nn.Module,
+    model: CausalLM,
     arch: ArchSpec,
     source: Source,
     *,
@@ -122,7 +125,7 @@ def fill(
     """Fill an allocated model from a checkpoint whose structure was checked.
 
     Args:
-        model: built for `arch`.
+        model: built for `arch`, with or without vision.
         arch: the architecture.
         source: the checkpoint.
         packed: mxfp4 experts are kept packed.
@@ -132,7 +135,8 @@ def fill(
         CheckpointError: TT310 for NaN, infinity or a NaN scale, TT301 if a file ends early.
     """
     entries = source.entries()
-    wanted = [part for part in parts(arch) if part.param.owner not in _SKIPPED_OWNERS]
+    skipped = _VISION_OWNERS if model.vision is None else ()
+    wanted = [part for part in parts(arch) if part.param.owner not in skipped]
     wanted.sort(key=lambda p: (entries[p.stored[0].name].file, entries[p.stored[0].name].begin))
     total = sum(entries[s.name].num_bytes for part in wanted for s in part.stored)
     parameters = dict(model.named_parameters())
@@ -144,7 +148,7 @@ def fill(
         done += sum(entries[stored.name].num_bytes for stored in part.stored)
         if progress is not None:
             progress(done, total)
-    _check_accounts(arch, parameters, filled)
+    _check_accounts(arch, parameters, filled, skipped)
 
 
 def _write(
@@ -165,9 +169,11 @@ def _write(
         expert.write_packed(part.index, kind, read(stored))
 
 
-def _check_accounts(arch: ArchSpec, parameters: Iterable[str], filled: Counter[str]) -> None:
+def _check_accounts(
+    arch: ArchSpec, parameters: Iterable[str], filled: Counter[str], skipped: Collection[str]
+) -> None:
     """Every element of the inventory was written once, every parameter is in the inventory."""
-    specs = [spec for spec in inventory(arch) if spec.owner not in _SKIPPED_OWNERS]
+    specs = [spec for spec in inventory(arch) if spec.owner not in skipped]
     short = [spec.name for spec in specs if filled[spec.name] != spec.numel]
     assert not short, f"the weight map does not fill {short[:5]}"
     names = {spec.name for spec in specs}

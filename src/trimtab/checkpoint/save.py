@@ -107,18 +107,19 @@ def tensors_from_model(model: nn.Module, arch: ArchSpec) -> TensorFor:
 
     Args:
         model: built for `arch`, with values.
-        arch: the architecture; it must have no vision part, which models do not hold.
+        arch: the architecture.
 
     Raises:
-        CheckpointError: TT302 at a tensor that the model does not hold (vision).
+        CheckpointError: TT302 at a vision tensor of a model built without vision.
     """
     parameters = dict(model.named_parameters())
 
     def part_for(param: ParamSpec, index: tuple[int, ...]) -> Tensor:
-        if param.owner in ("vision", "projector"):
-            raise CheckpointError("TT302", param.name, "models hold no vision tensors to save")
         if param.name in parameters:
             return parameters[param.name].detach()[index]
+        if param.owner in ("vision", "projector"):
+            rule = "the model was built without vision, so this tensor cannot be saved"
+            raise CheckpointError("TT302", param.name, rule)
         return parameters[f"{param.name}.weight"].detach()[index]
 
     encode = StoredFromParts(arch, part_for)

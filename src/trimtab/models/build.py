@@ -20,20 +20,22 @@ _STORED = {"BF16": torch.bfloat16, "F32": torch.float32}
 
 def build_model(
     arch: ArchSpec, *, base_dtype: BaseDtype = "bf16", compute_dtype: torch.dtype = torch.float32,
-    ops: Mapping[str, str] | None = None,
+    ops: Mapping[str, str] | None = None, vision: bool = True,
 ) -> CausalLM:
-    """The text model with all parameters on meta and frozen; `to_empty` gives it memory.
+    """The model with all parameters on meta and frozen; `to_empty` gives it memory.
 
     Args:
-        arch: what to build; vision parameters are not built.
+        arch: what to build.
         base_dtype: how weights are kept: `native` as stored (experts packed where they are),
             `bf16` and `fp32` for tensors stored in the model's dtype, while tensors stored as F32
             stay float32; `fp64` for everything.
         compute_dtype: dtype of activations.
         ops: implementations forced per operator.
+        vision: build tower and projector where the architecture has them.
     """
     with torch.device("meta"):
-        model = CausalLM(arch, storage_types(arch, base_dtype), compute_dtype, build_ops(ops))
+        types = storage_types(arch, base_dtype)
+        model = CausalLM(arch, types, compute_dtype, build_ops(ops), vision=vision)
     return model.requires_grad_(False)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from trimtab.models.cache import ModelCache
@@ -24,6 +25,36 @@ class DropoutKey:
     step: int
 
 
+@dataclass(frozen=True, slots=True)
+class ImageBatch:
+    """The images of a pack, in the order of their tokens.
+
+    Args:
+        patches: [N, 3, P, P], normalised; the patches of an image lie frame by frame, row by row.
+        grids: frames, rows and columns of patches of each image.
+        rows: [M] int64, positions of the placeholder tokens in the flat pack, ascending.
+    """
+
+    patches: Tensor
+    grids: tuple[tuple[int, int, int], ...]
+    rows: Tensor
+
+    @classmethod
+    def join(
+        cls, patches: Sequence[ArrayLike], grids: Sequence[Sequence[int]], rows: Sequence[int],
+        device: torch.device | str = "cpu",
+    ) -> ImageBatch | None:
+        """A batch from one array [n, 3, P, P] and one grid per image; None without images."""
+        if not patches:
+            return None
+        arrays = [torch.as_tensor(image) for image in patches]
+        return cls(
+            torch.cat(arrays).to(device),
+            tuple((int(t), int(h), int(w)) for t, h, w in grids),
+            torch.as_tensor(rows, dtype=torch.int64).to(device),
+        )
+
+
 @dataclass(frozen=True)
 class ForwardContext:
     """A pack of N sequences in T flat tokens.
@@ -39,6 +70,7 @@ class ForwardContext:
         observe: called as observe(name, tensor) with hidden states.
         dropout: set while training; None switches dropout off.
         recompute: layers are computed again in the backward pass instead of kept.
+        images: whose features replace the rows of their placeholder tokens.
     """
 
     lengths: tuple[int, ...]
@@ -51,6 +83,7 @@ class ForwardContext:
     observe: Callable[[str, Tensor], None] | None = None
     dropout: DropoutKey | None = None
     recompute: bool = False
+    images: ImageBatch | None = None
 
     @classmethod
     def packed(
@@ -60,12 +93,22 @@ class ForwardContext:
         stats: Callable[[int, Tensor], None] | None = None,
         observe: Callable[[str, Tensor], None] | None = None,
         dropout: DropoutKey | None = None, recompute: bool = False,
+        images: ImageBatch | None = None,
     ) -> ForwardContext:
         """A context for sequences of the given lengths; the fields are those of the class."""
         return cls(
             tuple(int(n) for n in lengths), torch.device(device), valid, token_ids, cache, tape,
-            stats, observe, dropout, recompute,
+            stats, observe, dropout, recompute, images,
         )
+
+    def at(self, rows: Tensor) -> ForwardContext:
+        """The context of modules that see these tokens of the pack only, as the projector does.
+
+        Args:
+            rows: [M] int64, positions in the pack.
+        """
+        ids = None if self.token_ids is None else self.token_ids[rows]
+        return replace(self, token_ids=ids)
 
     @cached_property
     def cu_seqlens(self) -> Tensor:

@@ -10,13 +10,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trimtab.arch.spec import ArchSpec, AttnRes, DenseSpec, KDASpec
+from trimtab.errors import DataError
 from trimtab.models.cache import KDACache, MLACache, ModelCache
-from trimtab.models.context import ForwardContext
+from trimtab.models.context import ForwardContext, ImageBatch
 from trimtab.models.kda import KDA
 from trimtab.models.linear import Linear, RMSNorm, Weight
 from trimtab.models.mla import MLA
 from trimtab.models.moe import GatedFFN, MoE
 from trimtab.models.residual import StreamState, add_mix, banked, read, starts_block
+from trimtab.models.vision import Projector, VisionTower, check_images
 from trimtab.ops.backends import OpTable
 from trimtab.ops.precision import linear
 
@@ -73,21 +75,28 @@ class DecoderLayer(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """A whole text model over flat packs of tokens.
+    """A whole model over flat packs of tokens, some of which stand for images.
 
     Args:
         arch: what to build.
         types: storage dtypes.
         compute_dtype: dtype of activations.
         ops: operators.
+        vision: build tower and projector where the architecture has them.
     """
 
     def __init__(
-        self, arch: ArchSpec, types: StorageTypes, compute_dtype: torch.dtype, ops: OpTable
+        self, arch: ArchSpec, types: StorageTypes, compute_dtype: torch.dtype, ops: OpTable,
+        *, vision: bool = True,
     ) -> None:
         super().__init__()
         self.arch, self.compute_dtype = arch, compute_dtype
         d = arch.hidden_size
+        self.vision: VisionTower | None = None
+        self.projector: Projector | None = None
+        if arch.vision is not None and vision:
+            self.vision = VisionTower(arch.vision, types.main)
+            self.projector = Projector(arch.vision, d, types.main)
         self.embed = Weight((arch.vocab_size, d), types.main)
         self.layers = nn.ModuleList(
             DecoderLayer(arch, index, types, ops) for index in range(arch.num_layers)
@@ -104,12 +113,18 @@ class CausalLM(nn.Module):
 
         Args:
             input_ids: [T] int64, flat tokens of the N sequences of `ctx`.
-            ctx: sequence lengths, cache, tape, sinks.
+            ctx: sequence lengths, images, cache, tape, sinks.
 
         Returns:
             [T, D] in the compute dtype.
+
+        Raises:
+            DataError: TT407 if images and placeholder tokens do not fit.
         """
         x = self.embed.weight[input_ids].to(self.compute_dtype)
+        if ctx.images is not None:
+            features = self.image_features(input_ids, ctx.images, ctx)
+            x = x.index_copy(0, ctx.images.rows, features)
         _observe(ctx, "embed", x)
         state = StreamState(x)
         for index, layer in enumerate(self.layers):
@@ -127,6 +142,27 @@ class CausalLM(nn.Module):
             new = torch.tensor(ctx.lengths, device=ctx.cache.lengths.device)
             ctx.cache.lengths = ctx.cache.lengths + new
         return hidden
+
+    def image_features(
+        self, input_ids: Tensor, images: ImageBatch, ctx: ForwardContext
+    ) -> Tensor:
+        """The rows that replace the embeddings of the placeholder tokens, [M, D].
+
+        Args:
+            input_ids: [T] int64, the pack that the images belong to.
+            images: M placeholder rows and what fills them.
+            ctx: of the pack.
+
+        Raises:
+            DataError: TT407 if the model has no tower, or the images do not fit the tokens.
+        """
+        if self.vision is None or self.projector is None or self.arch.vision is None:
+            raise DataError("TT407", self.arch.name, "was built without a vision tower")
+        check_images(images, self.arch.vision, input_ids, self.arch.image_token_id)
+        at_rows = ctx.at(images.rows)
+        x = self.vision(images.patches.to(self.compute_dtype), images.grids, at_rows)
+        features: Tensor = self.projector(x, at_rows)
+        return features
 
     @property
     def head_weight(self) -> Tensor:

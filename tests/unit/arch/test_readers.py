@@ -39,7 +39,10 @@ def test_demo_model_has_the_agreed_shape() -> None:
     assert isinstance(moe, MoESpec) and moe.latent is not None
     assert (moe.num_experts, moe.top_k, moe.latent.size, moe.form) == (64, 8, 32, "mxfp4")
     assert moe.shared_intermediate_size == 3 * moe.intermediate_size
-    assert arch.residual == AttnRes(4, 1e-5) and arch.vision is None
+    assert arch.residual == AttnRes(4, 1e-5)
+    vision = arch.vision
+    assert vision is not None and arch.image_token_id == 267
+    assert (vision.num_layers, vision.head_dim, vision.merged_size) == (2, 20, 160)
 
 
 def test_kimi_linear_has_the_older_forms() -> None:
@@ -79,10 +82,12 @@ def test_dsa_config_may_stand_at_the_top_level() -> None:
     assert load_arch(inside).name == "Kimi K3.1"
 
 
-def test_vision_is_read_and_said_to_be_unsupported() -> None:
+def test_vision_is_read_and_supported() -> None:
     arch = load_arch(config_of("kimi-k3"))
     assert arch.vision is not None and arch.vision.num_layers == 27
-    assert any("image" in feature for feature in arch.unsupported)
+    assert arch.vision.norm_eps == 2.0**-23 and arch.vision.head_dim == 128
+    assert arch.vision.num_tokens((1, 152, 408)) == 15504
+    assert arch.unsupported == ()
     assert "text_config.top_k" in arch.ignored and "ignore_index" in arch.ignored
 
 

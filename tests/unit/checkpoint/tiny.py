@@ -18,7 +18,7 @@ from trimtab.checkpoint.init import init_checkpoint
 
 
 def k3_config() -> dict[str, Any]:
-    """K3.1 with four layers (KDA, KDA, KDA, MLA with indexer), 4 experts, width 64."""
+    """K3.1 with four layers (KDA, KDA, KDA, MLA with indexer), 4 experts, width 64, vision."""
     config: dict[str, Any] = copy.deepcopy(preset_config("k3.1-tiny"))
     text = config["text_config"]
     text.update(
@@ -30,7 +30,11 @@ def k3_config() -> dict[str, Any]:
     text["linear_attn_config"].update(
         kda_layers=[1, 2, 3], full_attn_layers=[4], num_heads=2, head_dim=32
     )
-    config.update(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    config.update(bos_token_id=1, eos_token_id=2, pad_token_id=0, media_placeholder_token_id=3)
+    config["vision_config"].update(
+        vt_hidden_size=8, mm_hidden_size=8, qkv_hidden_size=16, vt_intermediate_size=16,
+        text_hidden_size=64,
+    )
     return config
 
 

@@ -61,9 +61,6 @@ def read(config: Mapping[str, object], source: str) -> ArchSpec:
     vision = None
     if top.present("vision_config"):
         vision = _read_vision(top.section("vision_config"), hidden)
-    unsupported = kimi_text.read_mtp(text)
-    if vision is not None:
-        unsupported += ("image input (the vision tower is counted and checked, not run)",)
     return ArchSpec(
         family="kimi_k3",
         name="Kimi K3" if indexer is None else "Kimi K3.1",
@@ -80,7 +77,7 @@ def read(config: Mapping[str, object], source: str) -> ArchSpec:
         pad_token_id=_token_id(top, text, "pad_token_id"),
         image_token_id=kimi_text.read_token_id(top, "media_placeholder_token_id"),
         vision=vision,
-        unsupported=unsupported,
+        unsupported=kimi_text.read_mtp(text),
         ignored=text.finish(kimi_text.NOISE) + top.finish(_TOP_NOISE),
     )
 
@@ -214,5 +211,10 @@ def _read_vision(vision: Fields, text_hidden: int) -> VisionSpec:
         merge_width=merge[1],
         projector_eps=vision.number("projector_ln_eps", positive=True),
     )
+    if spec.qkv_hidden_size % (4 * spec.num_heads):
+        rule = "must be a multiple of 4 per head: the rotary turns pairs of two axes"
+        raise vision.fail("qkv_hidden_size", rule)
+    if hidden % 2:
+        raise vision.fail("vt_hidden_size", "must be even: half of the time table is sines")
     vision.finish(kimi_text.NOISE)
     return spec
