@@ -30,6 +30,10 @@ def tiny_config() -> dict[str, Any]:
         kda_layers=[1, 2, 3], full_attn_layers=[4], num_heads=2, head_dim=16
     )
     text["dsa_config"].update(index_n_heads=2, index_head_dim=8, index_topk=16)
+    config["vision_config"].update(
+        vt_hidden_size=8, mm_hidden_size=8, qkv_hidden_size=16, vt_intermediate_size=16,
+        text_hidden_size=32,
+    )
     return config
 
 
