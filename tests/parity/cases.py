@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 from tests.oracles import naive_k3, random_k3, random_kimi_linear
 from tests.oracles.random_tensors import random_ids, save_checkpoint
 from tests.support.compare import relative_error
+from tests.support.prompts import Prompt, image_batch
 from trimtab.arch.spec import ArchSpec
 from trimtab.checkpoint.codec import Part, parts
 from trimtab.checkpoint.load import load_model
@@ -32,6 +32,7 @@ from trimtab.ops.cross_entropy import cross_entropy
 
 HF_SCRIPT = Path(naive_k3.__file__).with_name("hf_kimi_linear.py")
 LENGTHS = (7, 70)
+GRIDS = (((1, 4, 6),), ((1, 2, 4), (3, 6, 2)))  # frames, rows, columns of the images of a prompt
 SEED = 1
 
 
@@ -50,6 +51,7 @@ class Row:
 class Reference:
     """What the outside reference computed, under released names."""
 
+    prompts: list[Prompt]
     logits: list[Tensor]
     losses: list[float]
     hidden: list[dict[str, Tensor]]
@@ -74,6 +76,7 @@ def kimi_linear(folder: Path, dtype: str, **fields: object) -> Reference:
             _, n, place = name.split(".")
             hidden[int(n)][place] = value
     return Reference(
+        [Prompt(ids) for ids in sequences],
         [found[f"logits.{n}"] for n in range(len(LENGTHS))],
         [float(found[f"loss.{n}"]) for n in range(len(LENGTHS))],
         hidden,
@@ -81,24 +84,34 @@ def kimi_linear(folder: Path, dtype: str, **fields: object) -> Reference:
     )
 
 
-def k3(folder: Path, dtype: str, *, indexer: bool) -> Reference:
+def k3(folder: Path, dtype: str, *, indexer: bool, vision: bool = False) -> Reference:
     """Write a checkpoint to `folder` and run the naive model, always in float64."""
     del dtype
-    config = random_k3.tiny_config(indexer)
+    config = random_k3.tiny_config(indexer, vision=vision)
     tensors = random_k3.random_checkpoint(config, seed=SEED)
     save_checkpoint(folder, config, tensors)
-    sequences = [random_ids(config, n, seed=n) for n in LENGTHS]
+    prompts = [Prompt(random_ids(config, n, seed=n)) for n in LENGTHS]
+    if vision:
+        prompts = [image_prompt(config, grids, n) for n, grids in enumerate(GRIDS)]
     leaves = naive_k3.float64_leaves(tensors)
     losses = []
-    for ids in sequences:
-        loss = naive_k3.loss(config, leaves, ids)
+    for prompt in prompts:
+        loss = naive_k3.loss(config, leaves, prompt.ids, prompt.images)
         loss.backward()
         losses.append(loss.item())
     with torch.no_grad():
-        hidden = [naive_k3.hidden_states(config, tensors, ids) for ids in sequences]
-        logits = [naive_k3.logits(config, tensors, ids) for ids in sequences]
+        hidden = [naive_k3.hidden_states(config, tensors, p.ids, p.images) for p in prompts]
+        logits = [naive_k3.logits(config, tensors, p.ids, p.images) for p in prompts]
     gradients = {n: p.grad for n, p in leaves.items() if p.grad is not None}
-    return Reference(logits, losses, hidden, gradients)
+    return Reference(prompts, logits, losses, hidden, gradients)
+
+
+def image_prompt(
+    config: dict[str, object], grids: Sequence[tuple[int, int, int]], seed: int
+) -> Prompt:
+    """A random prompt with random images of these grids."""
+    ids, images = random_k3.image_prompt(config, list(grids), seed)
+    return Prompt(ids, config["media_placeholder_token_id"], tuple(images))
 
 
 CASES: dict[str, Callable[[Path, str], Reference]] = {
@@ -108,6 +121,7 @@ CASES: dict[str, Callable[[Path, str], Reference]] = {
     ),
     "kimi_k3": lambda f, d: k3(f, d, indexer=False),
     "kimi_k3 with indexer (K3.1)": lambda f, d: k3(f, d, indexer=True),
+    "kimi_k3 with indexer and images": lambda f, d: k3(f, d, indexer=True, vision=True),
 }
 
 
@@ -117,12 +131,12 @@ def rows(model_name: str, folder: Path, dtype: str) -> Iterator[Row]:
     compute = torch.float64 if dtype == "float64" else torch.float32
     base = "fp64" if dtype == "float64" else "fp32"
     model, arch = load_model(folder, base_dtype=base, compute_dtype=compute)
-    sequences = _sequences(folder, arch)
+    prompts = reference.prompts
 
     def row(check: str, measured: float, kind: str) -> Row:
         return Row(model_name, check, dtype, measured, f"{kind}.{dtype}")
 
-    full, hidden = zip(*(_forward(model, ids) for ids in sequences), strict=True)
+    full, hidden = zip(*(_forward(model, prompt) for prompt in prompts), strict=True)
     yield row("logits", _worst(full, reference.logits), "model.logits")
     if dtype == "float64":
         errors = [
@@ -133,16 +147,10 @@ def rows(model_name: str, folder: Path, dtype: str) -> Iterator[Row]:
         yield row("hidden states of every layer", max(errors), "model.hidden")
     for recompute in (False, True):
         name = "gradients, layers recomputed" if recompute else "gradients"
-        worst = _gradient_error(model, arch, sequences, reference.gradients, recompute)
+        worst = _gradient_error(model, arch, prompts, reference.gradients, recompute)
         yield row(name, worst, "model.gradients")
-    yield row("cached decoding = full pass", _cached_error(model, sequences[1], full[1]), "self")
-    yield row("packed = separate", _packed_error(model, sequences, full), "self")
-
-
-def _sequences(folder: Path, arch: ArchSpec) -> list[list[int]]:
-    config = json.loads((folder / "config.json").read_text())
-    del arch
-    return [random_ids(config, n, seed=n) for n in LENGTHS]
+    yield row("cached decoding = full pass", _cached_error(model, prompts[1], full[1]), "self")
+    yield row("packed = separate", _packed_error(model, prompts, full), "self")
 
 
 def _worst(found: tuple[Tensor, ...], expected: list[Tensor]) -> float:
@@ -150,46 +158,48 @@ def _worst(found: tuple[Tensor, ...], expected: list[Tensor]) -> float:
 
 
 @torch.no_grad()
-def _forward(model: CausalLM, ids: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
+def _forward(model: CausalLM, prompt: Prompt) -> tuple[Tensor, dict[str, Tensor]]:
     hidden: dict[str, Tensor] = {}
-    ctx = ForwardContext.packed([len(ids)], observe=hidden.__setitem__)
-    return model.logits(model(torch.tensor(ids), ctx)), hidden
+    ctx = ForwardContext.packed(
+        [len(prompt.ids)], observe=hidden.__setitem__, images=image_batch([prompt])
+    )
+    return model.logits(model(torch.tensor(prompt.ids), ctx)), hidden
 
 
 @torch.no_grad()
-def _cached_error(model: CausalLM, ids: list[int], full: Tensor) -> float:
-    """Prefill in two pieces, then token by token."""
+def _cached_error(model: CausalLM, prompt: Prompt, full: Tensor) -> float:
+    """Prefill in pieces that cut no image, then token by token."""
     cache, out = model.new_cache(1), []
-    borders = [0, 20, 33, *range(34, len(ids) + 1)]
-    for begin, end in pairwise(borders):
-        ctx = ForwardContext.packed([end - begin], cache=cache)
-        out.append(model.logits(model(torch.tensor(ids[begin:end]), ctx)))
+    for piece in prompt.split([11, 20, 33, *range(34, len(prompt.ids))]):
+        ctx = ForwardContext.packed([len(piece.ids)], cache=cache, images=image_batch([piece]))
+        out.append(model.logits(model(torch.tensor(piece.ids), ctx)))
     return relative_error(torch.cat(out), full)
 
 
 @torch.no_grad()
-def _packed_error(model: CausalLM, sequences: list[list[int]], full: tuple[Tensor, ...]) -> float:
-    flat = torch.tensor([i for ids in sequences for i in ids])
-    ctx = ForwardContext.packed([len(ids) for ids in sequences])
+def _packed_error(model: CausalLM, prompts: list[Prompt], full: tuple[Tensor, ...]) -> float:
+    flat = torch.tensor([i for prompt in prompts for i in prompt.ids])
+    ctx = ForwardContext.packed([len(p.ids) for p in prompts], images=image_batch(prompts))
     return relative_error(model.logits(model(flat, ctx)), torch.cat(full))
 
 
 def _gradient_error(
-    model: CausalLM, arch: ArchSpec, sequences: list[list[int]], expected: dict[str, Tensor],
+    model: CausalLM, arch: ArchSpec, prompts: list[Prompt], expected: dict[str, Tensor],
     recompute: bool,
 ) -> float:
     """Worst over released tensors; a tensor without gradient on one side must have none or 0."""
     model.requires_grad_(True)
     model.zero_grad(set_to_none=True)
-    for ids in sequences:
-        ctx = ForwardContext.packed([len(ids)], tape=ChoiceTape(), recompute=recompute)
-        hidden = model(torch.tensor(ids), ctx)
-        labels = torch.tensor(ids[1:])
-        (cross_entropy(hidden[:-1], model.head_weight, labels) / len(labels)).backward()
+    for prompt in prompts:
+        ctx = ForwardContext.packed(
+            [len(prompt.ids)], tape=ChoiceTape(), recompute=recompute,
+            images=image_batch([prompt]),
+        )
+        hidden = model(torch.tensor(prompt.ids), ctx)
+        places, labels = (torch.tensor(x) for x in zip(*prompt.labels(), strict=True))
+        (cross_entropy(hidden[places], model.head_weight, labels) / len(labels)).backward()
     worst = 0.0
     for part in parts(arch):
-        if part.param.owner in ("vision", "projector"):
-            continue
         parameter = _parameter(model, part)
         mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         name = part.stored[0].name.removesuffix("_packed")

@@ -99,7 +99,8 @@ def test_windows_are_merged_in_row_major_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("merge", "grid", "count"), [([2, 2], (1, 2, 2), 1), ([1, 1], (1, 1, 1), 1), ([1, 1], (1, 3, 5), 15)]
+    ("merge", "grid", "count"),
+    [([2, 2], (1, 2, 2), 1), ([1, 1], (1, 1, 1), 1), ([1, 1], (1, 3, 5), 15)],
 )
 def test_the_smallest_images_have_features(merge: list[int], grid: tuple, count: int) -> None:
     config, tensors = toy(merge_kernel_size=merge)
