@@ -11,12 +11,13 @@ what is left may hold special tokens.
 
 from __future__ import annotations
 
+import copy
 import datetime
 import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 
 import jinja2
 from jinja2 import nodes
@@ -24,30 +25,13 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from trimtab.data.chat import ChatOptions, Message, Piece
 from trimtab.errors import DataError
 
-Message = Mapping[str, object]
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
 _PLACEHOLDER = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 # Values under these keys steer a template and are words of the format, not of people.
 _FORMAT_KEYS = frozenset({"role", "type"})
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A stretch of rendered text of one origin.
-
-    Args:
-        text: as the model sees it.
-        own: it is the template's text, in which markers are real.
-        message: index of the message that contributed it, if one did.
-        supervised: the model is trained to produce it.
-    """
-
-    text: str
-    own: bool
-    message: int | None
-    supervised: bool
 
 
 class _Generation(Extension):
@@ -93,7 +77,7 @@ class ChatTemplate:
         self, source: str, variables: Mapping[str, str], markers: Sequence[str], where: str
     ) -> None:
         self.where = where
-        self._variables = dict(variables)
+        self._variables: dict[str, object] = dict(variables)
         ordered = sorted(markers, key=len, reverse=True)
         self._marker = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
         environment = ImmutableSandboxedEnvironment(
@@ -107,6 +91,14 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise DataError("TT404", f"{where}:{error.lineno}", f"{error.message}") from None
+
+    def with_options(self, options: ChatOptions) -> ChatTemplate:
+        """The same template with the options as variables, for those that read them."""
+        other = copy.copy(self)
+        values = asdict(options) | {"enable_thinking": options.thinking}
+        given = {name: value for name, value in values.items() if value is not None}
+        other._variables = self._variables | given
+        return other
 
     def text(
         self,

@@ -9,13 +9,17 @@ What people wrote is encoded with special tokens read as ordinary text, so that 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trimtab.data.chat import Answer, ChatFormat, ChatOptions, Message, Piece
+from trimtab.data.k3_format import CONTROL, K3Format
+from trimtab.data.k3_parse import parse_answer
 from trimtab.data.model_files import read_bytes, read_json, read_text
 from trimtab.data.ranks import RankVocabulary
-from trimtab.data.template import ChatTemplate, Message, Piece
+from trimtab.data.template import ChatTemplate
 from trimtab.data.vocabulary import JsonVocabulary, Vocabulary
 from trimtab.errors import DataError
 
@@ -56,7 +60,7 @@ class Tokenizer:
         special_ids: ids that ordinary text never yields.
         stop_ids: ids at which an answer ends.
         add_bos: whether texts start with `bos_id`.
-        template: the chat template, or None.
+        template: the chat format: the checkpoint's template, K3's own, or None.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Tokenizer:
         template: str | None,
         stop_ids: Sequence[int],
         where: str,
+        is_k3: bool = False,
     ) -> None:
         self._where = where
         self._vocabulary = vocabulary
@@ -77,10 +82,13 @@ class Tokenizer:
         pad_id = self._id(named, "pad_token")
         self.pad_id = pad_id if pad_id is not None else (self.eos_id or 0)
         self.add_bos = bool(config.get("add_bos_token", False)) and self.bos_id is not None
-        self.template: ChatTemplate | None = None
+        markers = {text: i for i, text in sorted(vocabulary.specials.items())}
+        self._writes_elements = is_k3 and markers.keys() >= set(CONTROL)
+        self.template: ChatFormat | None = None
         if template is not None:
-            markers = [vocabulary.specials[i] for i in sorted(self.special_ids)]
-            self.template = ChatTemplate(template, named, markers, f"{where} (chat template)")
+            self.template = ChatTemplate(template, named, [*markers], f"{where} (chat template)")
+        elif self._writes_elements:
+            self.template = K3Format(where, markers.keys())
         ends = {*stop_ids, *([] if self.eos_id is None else [self.eos_id]), *self._end_marker()}
         self.stop_ids = tuple(sorted(ends))
 
@@ -114,18 +122,44 @@ class Tokenizer:
         """Text of ids; bytes that are not UTF-8 become the replacement character."""
         return self._vocabulary.decode(ids, skip_special)
 
+    def segments(self, ids: Iterable[int]) -> list[tuple[str, bool]]:
+        """Text of ids as (text, is a special token) segments, what `encode_segments` takes."""
+        found: list[tuple[str, bool]] = []
+        for special, group in itertools.groupby(ids, self.special_ids.__contains__):
+            if special:
+                found.extend((self.decode([i]), True) for i in group)
+            else:
+                found.append((self.decode(list(group)), False))
+        return found
+
+    def read_answer(self, ids: Sequence[int], options: ChatOptions | None = None) -> Answer:
+        """Take apart what the model wrote after the generation prompt.
+
+        Of K3's format reasoning, text and tool calls are told apart; of a template all is text.
+
+        Args:
+            ids: generated, with or without the end marker.
+            options: those that the prompt was rendered with.
+        """
+        if self._writes_elements:
+            return parse_answer(self.segments(ids), (options or ChatOptions()).thinking)
+        ended = len(ids) > 0 and ids[-1] in self.stop_ids
+        return Answer(self.decode(ids[:-1] if ended else ids))
+
     def render(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = False,
+        options: ChatOptions | None = None,
     ) -> Rendered:
-        """Encode a conversation through the checkpoint's template.
+        """Encode a conversation through the checkpoint's template, or in K3's format.
 
         Args:
             messages: mappings with `role` and `content`, and what else the template reads.
             tools: tool descriptions, where the template takes them.
             add_generation_prompt: end with the opening of an answer.
+            options: of one request; None leaves it to the format.
 
         Raises:
             DataError: TT404 without a template, or where it does not fit the conversation.
@@ -136,7 +170,8 @@ class Tokenizer:
                 hint="put chat_template.jinja beside tokenizer.json, or use `text` records",
             )  # fmt: skip
         rendered = Rendered([], [], [])
-        for piece in self.template.pieces(messages, tools, add_generation_prompt):
+        template = self.template if options is None else self.template.with_options(options)
+        for piece in template.pieces(messages, tools, add_generation_prompt):
             ids = self._encode_piece(piece)
             rendered.token_ids.extend(ids)
             rendered.loss_mask.extend([piece.supervised] * len(ids))
@@ -174,8 +209,9 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
     """Read the tokenizer of a checkpoint directory or fsspec URL.
 
     Reads tokenizer.json, or tiktoken.model where there is none; tokenizer_config.json; the
-    template (chat_template.jinja, chat_template.json or inside tokenizer_config.json); the end
-    ids of generation_config.json and config.json.
+    template (chat_template.jinja, chat_template.json or inside tokenizer_config.json), without
+    which models of the K3 family get K3's own format; the end ids of generation_config.json and
+    config.json.
 
     Raises:
         DataError: TT405 where there is no tokenizer or it cannot be used; TT404 where the
@@ -190,7 +226,9 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
         stop_ids |= {
             i for i in (found if isinstance(found, list) else [found]) if isinstance(i, int)
         }
-    return Tokenizer(vocabulary, config, _find_template(model_dir, config), sorted(stop_ids), where)
+    template = _find_template(model_dir, config)
+    is_k3 = model_config.get("model_type") == "kimi_k3"
+    return Tokenizer(vocabulary, config, template, sorted(stop_ids), where, is_k3)
 
 
 def _load_vocabulary(

@@ -13,7 +13,7 @@ import regex
 from trimtab.data.ranks import PRE_TOKENIZER
 
 # The names of facts that a K3 vocabulary has as single tokens, in a text to learn them from.
-LEARNED = 'message role="assistant" type="system" think response tools call argument key ' * 8
+LEARNED = 'message role="assistant" type="system"\nthink\nresponse\ntools\ncall\nargument key\n' * 8
 SPECIALS = {
     0: "[BOS]", 1: "[EOS]", 2: "<|end_of_msg|>", 3: "<|open|>", 4: "<|close|>", 5: "<|sep|>",
     9: "[EOT]", 18: "<|media_begin|>", 19: "<|media_content|>", 20: "<|media_end|>",
