@@ -1,0 +1,226 @@
+"""Where the image of a record lies, and decoding it within limits.
+
+Knows: paths, base64, image files. Does not know: patches, tokens, models.
+
+An image part of a message names its image in one of these ways:
+
+    {"type": "image", "path": "pictures/7.png"}
+    {"type": "image", "base64": "iVBORw0KGgo..."}
+    {"type": "image", "image": ...}         a path, base64 text of an image file, or a data: URL
+    {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}
+    {"type": "image"}                       the next entry of the record's `images` list
+
+A path starts at the directory of the data file and may not lead out of it, symbolic links
+included: a data set from elsewhere must not read private files. `data.image.root` names another
+directory instead. Nothing is fetched from the network.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote_to_bytes
+
+from PIL import Image, UnidentifiedImageError
+
+from trimtab.errors import DataError
+
+MAX_FILE_BYTES = 128 * 2**20
+MAX_PIXELS = 64 * 2**20
+_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
+_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
+# How the base64 text of a PNG, JPEG, GIF, WEBP or BMP file begins.
+_BASE64_STARTS = ("iVBORw0KGgo", "/9j/", "R0lGODdh", "R0lGODlh", "UklGR", "Qk")
+_SHORTEST_BASE64 = 64  # a file of a pixel has more; a path that begins like one has fewer
+_KEYS = ("path", "base64", "bytes", "image", "image_url")
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """An image of a record, not read yet; exactly one of `path` and `data` is set.
+
+    Args:
+        where: `file:line` and the place in the record, for messages.
+        path: as the record has it.
+        data: bytes of an image file.
+        directory: where relative paths start.
+    """
+
+    where: str
+    path: str | None
+    data: bytes | None
+    directory: str
+
+    def read(self, root: str | None = None) -> Image.Image:
+        """Decode the image to RGB, or RGBA where parts of it are transparent.
+
+        Args:
+            root: directory that paths start at and stay in, in place of the data file's.
+
+        Raises:
+            DataError: TT406, naming the record, for anything that is not a whole, single,
+                8-bit image within the limits.
+        """
+        return decode_image(self._bytes(root), self.where)
+
+    def size(self, root: str | None = None) -> tuple[int, int]:
+        """Width and height from the head of the file, without decoding the pixels.
+
+        Raises:
+            DataError: TT406 as for `read`, as far as the head tells.
+        """
+        with _open(self._bytes(root), self.where) as image:
+            return image.size
+
+    def _bytes(self, root: str | None) -> bytes:
+        if self.data is not None:
+            return self.data
+        assert self.path is not None, "a source has a path or data"
+        path = _inside(self.path, self.directory, root, self.where)
+        size = path.stat().st_size
+        if size > MAX_FILE_BYTES:
+            rule = f"the file has {size:,} bytes; at most {MAX_FILE_BYTES:,} are read"
+            raise _error(self.where, rule, self.path)
+        return path.read_bytes()
+
+
+def image_source(part: object, where: str, directory: str) -> ImageSource:
+    """Read an image part of a message, or an entry of a record's `images` list.
+
+    Args:
+        part: a mapping as above, or a text as under `image`.
+        where: place of the part.
+        directory: of the data file.
+
+    Raises:
+        DataError: TT401 for a part that names no image, TT406 for base64 that is not valid.
+    """
+    if isinstance(part, Mapping):
+        # Parquet columns carry every key, empty where it does not apply.
+        found = [key for key in _KEYS if part.get(key) is not None]
+        if "bytes" in found:
+            found = ["bytes"]  # beside it, `path` only says where the bytes once came from
+        if len(found) != 1:
+            rule = f"must name one image by one of {', '.join(_KEYS[:-1])}"
+            raise DataError("TT401", where, rule, value=", ".join(found) or "none")
+        key, value = found[0], part[found[0]]
+        if key == "image_url" and isinstance(value, Mapping):
+            value = value.get("url")
+    else:
+        key, value = "image", part
+    if key == "bytes" and isinstance(value, bytes):
+        return ImageSource(where, None, value, directory)
+    if not isinstance(value, str) or not value:
+        raise DataError("TT401", where, f"{key} must be a text that is not empty",
+                        value=type(value).__name__)  # fmt: skip
+    if key == "base64":
+        return ImageSource(where, None, _from_base64(value, where), directory)
+    return _from_text(value, where, directory, is_path=key == "path")
+
+
+def _from_text(value: str, where: str, directory: str, *, is_path: bool) -> ImageSource:
+    """A path, a data: URL, or base64 known by how image files begin."""
+    if value.startswith("data:"):
+        head, comma, body = value.partition(",")
+        if not comma:
+            raise _error(where, "is a data: URL without a comma", value[:40])
+        encoded = head.endswith(";base64")
+        data = _from_base64(body, where) if encoded else unquote_to_bytes(body)
+        return ImageSource(where, None, data, directory)
+    if "://" in value[:16]:
+        raise _error(where, "is an address; images are read from files or from the record itself",
+                     value[:60], hint="download the images and name their paths")  # fmt: skip
+    if not is_path and len(value) >= _SHORTEST_BASE64 and value.startswith(_BASE64_STARTS):
+        return ImageSource(where, None, _from_base64(value, where), directory)
+    return ImageSource(where, value, None, directory)
+
+
+def _from_base64(text: str, where: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise _error(where, f"is not valid base64: {error}", text[:40]) from None
+
+
+def _inside(path: str, directory: str, root: str | None, where: str) -> Path:
+    """The file of a path that stays within its directory."""
+    allowed = Path(directory if root is None else root).resolve()
+    hint = f"images lie under {allowed}; finetune.data.image.root names another directory"
+    if Path(path).is_absolute() and root is None:
+        raise _error(where, "must be a path relative to the data file", path, hint=hint)
+    try:
+        found = (allowed / path).resolve()
+        is_file = found.is_file()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _error(where, f"is no usable path: {error}", path[:80]) from None
+    if not found.is_relative_to(allowed):
+        raise _error(where, "leads out of the directory of the images", path, hint=hint)
+    if not is_file:
+        raise _error(where, "no such file", path, hint=hint)
+    return found
+
+
+def decode_image(data: bytes, where: str) -> Image.Image:
+    """Decode an image file to RGB, or RGBA where parts of it are transparent.
+
+    Args:
+        data: the file.
+        where: for messages.
+
+    Raises:
+        DataError: TT406 for what is damaged, too large, empty, animated or not 8 bits deep.
+    """
+    with _open(data, where) as image:
+        with _decoding(where):
+            image.load()
+        mode = "RGBA" if image.has_transparency_data else "RGB"
+        return image.convert(mode)
+
+
+def _open(data: bytes, where: str) -> Image.Image:
+    """Read the head of an image file and check everything it tells."""
+    if not data:
+        raise _error(where, "has no bytes")
+    with _decoding(where):
+        image = Image.open(io.BytesIO(data), formats=_FORMATS)
+    width, height = image.size
+    if width < 1 or height < 1:
+        raise _error(where, "has no pixels", f"{width}x{height}")
+    if width * height > MAX_PIXELS:
+        rule = f"has more pixels than the {MAX_PIXELS:,} that are decoded"
+        raise _error(where, rule, f"{width}x{height}", hint="make it smaller beforehand")
+    if image.mode not in _MODES:
+        raise _error(where, f"must have one of the modes {', '.join(_MODES)}", image.mode,
+                     hint="save it with 8 bits per channel")  # fmt: skip
+    # Cameras append a thumbnail to a JPEG; that is no animation.
+    if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:
+        raise _error(where, "is animated; one image is expected", f"{image.format}")
+    return image
+
+
+@contextmanager
+def _decoding(where: str) -> Iterator[None]:
+    """Turns what the decoders raise into an error that names the record."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # The library warns where a small file claims very many pixels, then refuses.
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            yield
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError):
+        rule = f"has more pixels than the {MAX_PIXELS:,} that are decoded"
+        raise _error(where, rule, hint="make it smaller beforehand") from None
+    except UnidentifiedImageError:
+        raise _error(where, f"is not an image file ({', '.join(_FORMATS)})") from None
+    except Exception as error:  # each decoder has errors of its own
+        raise _error(where, f"cannot be decoded: {error}") from None
+
+
+def _error(where: str, rule: str, value: object = None, *, hint: str | None = None) -> DataError:
+    return DataError("TT406", where, rule, value=value, hint=hint)
