@@ -150,13 +150,28 @@ class BatchSection(Section):
 
 
 class SourceSection(Section):
-    """One JSONL file of records with `messages`, `prompt` and `completion`, or `text`.
+    """One JSONL or Parquet file of records with `messages`, `prompt` and `completion`, or `text`.
 
     Attributes:
         path: the file.
     """
 
     path: Word
+
+
+class ImageSection(Section):
+    """Images in records.
+
+    Attributes:
+        max_tokens: most tokens of one image; none beside the model's own limit if left out.
+        on_too_long: an image with more is made smaller, its record left out, or an error.
+        root: directory that paths of images start at and must stay in; by default that of the
+            data file.
+    """
+
+    max_tokens: PositiveInt | None = None
+    on_too_long: Literal["resize", "skip", "error"] = "error"
+    root: Word | None = None
 
 
 class DataSection(Section):
@@ -172,6 +187,7 @@ class DataSection(Section):
         packing: several records share a pack; otherwise each is padded alone.
         overlong: what happens to a record longer than max_seq_len.
         on_error: `skip` drops (and counts) unreadable records instead of stopping.
+        image: images in records.
     """
 
     domain: SourceSection
@@ -182,6 +198,7 @@ class DataSection(Section):
     packing: bool = True
     overlong: Overlong = "truncate"
     on_error: Literal["error", "skip"] = "error"
+    image: ImageSection = ImageSection()
 
     @model_validator(mode="before")
     @classmethod

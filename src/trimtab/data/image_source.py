@@ -21,7 +21,7 @@ import base64
 import binascii
 import io
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from PIL import Image, UnidentifiedImageError
 
 from trimtab.errors import DataError
 
+SOURCE = "source"  # key under which an image part of a message carries its ImageSource
 MAX_FILE_BYTES = 128 * 2**20
 MAX_PIXELS = 64 * 2**20
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
@@ -122,6 +123,19 @@ def image_source(part: object, where: str, directory: str) -> ImageSource:
     if key == "base64":
         return ImageSource(where, None, _from_base64(value, where), directory)
     return _from_text(value, where, directory, is_path=key == "path")
+
+
+def message_images(messages: Sequence[Mapping[str, object]]) -> list[ImageSource]:
+    """The images of a conversation, in order."""
+    return [source for message in messages for source in image_sources(message)]
+
+
+def image_sources(message: Mapping[str, object]) -> list[ImageSource]:
+    """The images of one message, in order."""
+    content = message.get("content")
+    parts = content if isinstance(content, list | tuple) else ()
+    found = (part.get(SOURCE) for part in parts if isinstance(part, Mapping))
+    return [source for source in found if isinstance(source, ImageSource)]
 
 
 def _from_text(value: str, where: str, directory: str, *, is_path: bool) -> ImageSource:
@@ -218,7 +232,7 @@ def _decoding(where: str) -> Iterator[None]:
         raise _error(where, rule, hint="make it smaller beforehand") from None
     except UnidentifiedImageError:
         raise _error(where, f"is not an image file ({', '.join(_FORMATS)})") from None
-    except Exception as error:  # each decoder has errors of its own
+    except Exception as error:  # noqa: BLE001  each decoder has errors of its own
         raise _error(where, f"cannot be decoded: {error}") from None
 
 

@@ -191,7 +191,8 @@ def read_rule(config: Mapping[str, object] | None, vision: VisionSpec, where: st
     fields.expect("transparent_bg_fill_stage", ["after_resize"])
     rule = VisionRule(
         vision.patch_size,
-        *merge,
+        vision.merge_height,
+        vision.merge_width,
         max_patches=fields.integer("in_patch_limit", _RELEASED.max_patches),
         max_side_patches=fields.integer("patch_limit_on_one_side", _RELEASED.max_side_patches),
         mean=fields.channels("image_mean", _RELEASED.mean),

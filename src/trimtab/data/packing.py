@@ -11,13 +11,14 @@ stays free at the end of a row is padding, counted to the last record so that ev
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trimtab.data.encode import Encoded
+from trimtab.data.images import ImagePatches
 
 IGNORED = -100
 HELD_OVER = 8
@@ -36,6 +37,8 @@ class Pack:
         valid: bool [T]; False on padding.
         num_supervised: labels that enter the loss.
         tokens_by_source: tokens without padding, by source name.
+        images: of all records, in the order of their tokens.
+        image_rows: int64 [M], positions of their placeholder tokens, ascending.
     """
 
     index: int
@@ -45,6 +48,8 @@ class Pack:
     valid: NDArray[np.bool_]
     num_supervised: int
     tokens_by_source: dict[str, int]
+    images: tuple[ImagePatches, ...] = ()
+    image_rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @property
     def lengths(self) -> list[int]:
@@ -71,10 +76,14 @@ def build_pack(
     labels = np.full(length, IGNORED, np.int64)
     bounds = [0]
     by_source: dict[str, int] = {}
+    images: list[ImagePatches] = []
+    rows: list[int] = []
     for record, source in zip(records, sources, strict=True):
         begin, end = bounds[-1], bounds[-1] + len(record)
         input_ids[begin:end] = record.token_ids
         labels[begin : end - 1] = np.where(record.loss_mask[1:], record.token_ids[1:], IGNORED)
+        images.extend(record.images)
+        rows.extend(begin + row for row in record.image_rows)
         bounds.append(end)
         by_source[source] = by_source.get(source, 0) + len(record)
     bounds[-1] = length
@@ -86,6 +95,8 @@ def build_pack(
         valid=np.arange(length) < total,
         num_supervised=int((labels != IGNORED).sum()),
         tokens_by_source=by_source,
+        images=tuple(images),
+        image_rows=np.asarray(rows, np.int64),
     )
 
 

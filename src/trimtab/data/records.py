@@ -1,12 +1,13 @@
-"""JSONL files of training and evaluation records.
+"""JSONL and Parquet files of training and evaluation records.
 
-Knows: the record forms and where each line of a file starts. Does not know: tokens.
+Knows: the record forms and where each line of a file starts. Does not know: tokens, pixels.
 
 A record is one of
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
     {"prompt": "...", "completion": "..."}      one user and one assistant message
     {"text": "..."}                             plain text, all of it trained on
-and may carry `tools` and any other keys, which are ignored.
+and may carry `tools`, `images` and any other keys, which are ignored. `content` and `prompt` may
+be lists of parts, {"type": "text", "text": "..."} and images as `image_source` describes them.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trimtab.data.image_source import SOURCE, ImageSource, image_source
 from trimtab.errors import DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _FORMS = ("messages", "prompt", "text")
+_IMAGE_TYPES = ("image", "image_url")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,8 @@ class Record:
 
     Args:
         text: plain text.
-        messages: a conversation with at least one assistant message.
+        messages: a conversation with at least one assistant message; image parts hold their
+            `ImageSource` under `source`.
         tools: tool descriptions for the template.
         where: `file:line`.
     """
@@ -52,6 +57,32 @@ class Record:
             if self.messages[index]["role"] == "assistant" and isinstance(content, str):
                 return self.messages[:index], content
         raise DataError("TT401", self.where, "needs messages with an answer to compare with")
+
+
+class RecordFile(Protocol):
+    """Random access to the records of a file."""
+
+    path: str
+    num_bytes: int
+
+    def __len__(self) -> int: ...
+
+    def record(self, index: int) -> Record:
+        """Record `index`, counted from 0."""
+
+
+def open_records(path: str | Path) -> RecordFile:
+    """Open a JSONL file, or a Parquet file where the name says so.
+
+    Raises:
+        DataError: TT107 where there is no file, TT402 where it has no record, TT604 where Parquet
+            needs a package that is not installed.
+    """
+    if Path(path).suffix in (".parquet", ".pq"):
+        from trimtab.data.parquet import ParquetFile
+
+        return ParquetFile(path)
+    return JsonlFile(path)
 
 
 class JsonlFile:
@@ -101,25 +132,31 @@ class JsonlFile:
             DataError: TT401 where the line is not a record.
         """
         begin, end = self._bounds[index]
-        return parse_record(self._bytes[begin:end].tobytes(), self.where(index))
+        line = self._bytes[begin:end].tobytes()
+        return parse_record(line, self.where(index), str(Path(self.path).parent))
 
 
 def read_records(path: str | Path) -> Iterator[Record]:
     """Yield the records of a file in order.
 
     Raises:
-        DataError: as for `JsonlFile` and `JsonlFile.record`.
+        DataError: as for `open_records` and `JsonlFile.record`.
     """
-    file = JsonlFile(path)
+    file = open_records(path)
     for index in range(len(file)):
         yield file.record(index)
 
 
-def parse_record(line: bytes, where: str) -> Record:
+def parse_record(line: bytes, where: str, directory: str = ".") -> Record:
     """Read one line.
 
+    Args:
+        line: one JSON object.
+        where: `file:line`.
+        directory: of the file, where paths of images start.
+
     Raises:
-        DataError: TT401 with the reason.
+        DataError: TT401 with the reason; TT406 and TT407 for images.
     """
     try:
         value = json.loads(line.decode("utf-8"))
@@ -131,6 +168,11 @@ def parse_record(line: bytes, where: str) -> Record:
         ) from None
     if not isinstance(value, dict):
         raise DataError("TT401", where, "must be a JSON object", value=type(value).__name__)
+    return record_from(value, where, directory)
+
+
+def record_from(value: Mapping[str, object], where: str, directory: str) -> Record:
+    """Check the values of one record; arguments and errors as for `parse_record`."""
     forms = [form for form in _FORMS if form in value]
     if len(forms) != 1:
         found = ", ".join(forms or list(value)[:8])
@@ -140,14 +182,53 @@ def parse_record(line: bytes, where: str) -> Record:
         )  # fmt: skip
     if forms == ["text"]:
         return Record(_text(value["text"], "text", where), (), None, where)
+    images = _Images(value.get("images"), where, directory)
     if forms == ["prompt"]:
+        prompt, at = value["prompt"], f"{where}: prompt"
+        asked = _parts(prompt, at, images) if isinstance(prompt, list) else None
         messages: Sequence[Mapping[str, object]] = (
-            {"role": "user", "content": _text(value["prompt"], "prompt", where)},
+            {"role": "user", "content": asked or _text(prompt, "prompt", where)},
             {"role": "assistant", "content": _text(value.get("completion"), "completion", where)},
         )
     else:
-        messages = _messages(value["messages"], where)
+        messages = _messages(value["messages"], where, images)
+    images.check_all_used()
     return Record(None, tuple(messages), _tools(value.get("tools"), where), where)
+
+
+class _Images:
+    """The images of one record: those named in place, and the list that fills bare parts."""
+
+    def __init__(self, listed: object, where: str, directory: str) -> None:
+        if listed is not None and not isinstance(listed, list):
+            raise DataError("TT401", f"{where}: images", "must be a list")
+        self._listed: list[object] = listed or []
+        self._where = where
+        self._directory = directory
+        self._bare = 0  # parts without an image of their own
+
+    def of_part(self, part: Mapping[str, object], where: str) -> ImageSource:
+        named = {k: v for k, v in part.items() if k not in ("type", "text") and v is not None}
+        if named:
+            return image_source(named, where, self._directory)
+        self._bare += 1
+        if self._bare > len(self._listed):
+            raise DataError(
+                "TT407", self._where, f"has more image parts than images ({len(self._listed)} in "
+                f"`images`); {where} has none",
+                hint="name the image in the part itself, or list one in `images` for each part",
+            )  # fmt: skip
+        at = f"{self._where}: images[{self._bare - 1}]"
+        return image_source(self._listed[self._bare - 1], at, self._directory)
+
+    def check_all_used(self) -> None:
+        if self._bare < len(self._listed):
+            raise DataError(
+                "TT407", self._where, f"lists {len(self._listed)} images for {self._bare} image "
+                "parts",
+                hint='put a part {"type": "image"} where each image belongs; a typed <image> is '
+                "ordinary text",
+            )  # fmt: skip
 
 
 def _text(value: object, name: str, where: str) -> str:
@@ -162,9 +243,10 @@ def _text(value: object, name: str, where: str) -> str:
     return value
 
 
-def _messages(value: object, where: str) -> list[Mapping[str, object]]:
+def _messages(value: object, where: str, images: _Images) -> list[Mapping[str, object]]:
     if not isinstance(value, list) or not value:
         raise DataError("TT401", f"{where}: messages", "must be a list that is not empty")
+    messages: list[Mapping[str, object]] = []
     for index, message in enumerate(value):
         at = f"{where}: messages[{index}]"
         if not isinstance(message, dict):
@@ -178,27 +260,31 @@ def _messages(value: object, where: str) -> list[Mapping[str, object]]:
             )
         content = message.get("content")
         if isinstance(content, list):
-            _check_parts(content, f"{at}.content")
+            message = {**message, "content": _parts(content, f"{at}.content", images)}
         elif not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise DataError("TT401", f"{at}.content", "must be a text", value=repr(content))
-    if all(message["role"] != "assistant" for message in value):
+        messages.append(message)
+    if all(message["role"] != "assistant" for message in messages):
         raise DataError("TT401", f"{where}: messages", "has no assistant message to learn from")
-    return value
+    return messages
 
 
-def _check_parts(parts: list[object], where: str) -> None:
+def _parts(parts: list[object], where: str, images: _Images) -> list[Mapping[str, object]]:
+    """Parts of a content, images replaced by where they lie."""
+    found: list[Mapping[str, object]] = []
     for index, part in enumerate(parts):
-        if not (
-            isinstance(part, dict)
-            and part.get("type") == "text"
-            and isinstance(part.get("text"), str)
-        ):
-            raise DataError(
-                "TT401",
-                f"{where}[{index}]",
-                "must be {type: text, text: ...}",
-                hint="images are not supported yet",
-            )
+        at = f"{where}[{index}]"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(part, dict) and kind in _IMAGE_TYPES:
+            found.append({"type": "image", SOURCE: images.of_part(part, at)})
+        elif isinstance(part, dict) and kind == "text" and isinstance(part.get("text"), str):
+            found.append({"type": "text", "text": part["text"]})
+        else:
+            rule = "must be {type: text, text: ...} or {type: image, ...}"
+            raise DataError("TT401", at, rule, value=kind)
+    if not found:
+        raise DataError("TT401", where, "must have at least one part")
+    return found
 
 
 def _tools(value: object, where: str) -> tuple[Mapping[str, object], ...] | None:

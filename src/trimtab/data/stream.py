@@ -15,7 +15,8 @@ from trimtab.config.recipe import DataSection
 from trimtab.data.encode import Encoded, encode_record
 from trimtab.data.mixture import Mixture, RecordRef
 from trimtab.data.packing import Pack, RowFiller, build_pack
-from trimtab.data.records import JsonlFile
+from trimtab.data.prompt import ImageProcessor, may_leave_out
+from trimtab.data.records import RecordFile, open_records
 from trimtab.data.tokenizer import Tokenizer, check_token_ids
 from trimtab.errors import DataError, RunError
 
@@ -29,7 +30,8 @@ class SourceCounts:
         tokens: their tokens.
         supervised: tokens of them that enter the loss.
         truncated: records cut to the longest length.
-        skipped: records dropped as unreadable, too long or without anything to predict.
+        skipped: records dropped as unreadable, too long (or with an image that is) or without
+            anything to predict.
     """
 
     records: int = 0
@@ -42,7 +44,7 @@ class SourceCounts:
 @dataclass(frozen=True, slots=True)
 class _Source:
     name: str
-    file: JsonlFile
+    file: RecordFile
     ratio: float
     counts: SourceCounts = field(default_factory=SourceCounts)
 
@@ -55,6 +57,7 @@ class DataStream:
         tokenizer: of the model.
         seed: the recipe's seed.
         vocab_size: rows of the model's embedding; larger ids are refused.
+        processor: of the model's images; None for a model of text only.
 
     Attributes:
         position: number of packs dealt so far; the one counter that names a place.
@@ -64,15 +67,21 @@ class DataStream:
     """
 
     def __init__(
-        self, data: DataSection, tokenizer: Tokenizer, seed: int, vocab_size: int | None = None
+        self,
+        data: DataSection,
+        tokenizer: Tokenizer,
+        seed: int,
+        vocab_size: int | None = None,
+        processor: ImageProcessor | None = None,
     ) -> None:
         self._data = data
         self._tokenizer = tokenizer
         self._seed = seed
         self._vocab_size = vocab_size
-        self._sources = [_Source("domain", JsonlFile(data.domain.path), data.domain_ratio)]
+        self._processor = processor
+        self._sources = [_Source("domain", open_records(data.domain.path), data.domain_ratio)]
         if data.general is not None:
-            general = JsonlFile(data.general.path)
+            general = open_records(data.general.path)
             self._sources.append(_Source("general", general, data.general_ratio))
         self.position = 0
         self._start()
@@ -163,7 +172,9 @@ class DataStream:
         Reads the records once through a second stream, so it takes as long as encoding them.
         """
         wanted = math.ceil(epochs * len(self._sources[0].file))
-        probe = DataStream(self._data, self._tokenizer, self._seed, self._vocab_size)
+        probe = DataStream(
+            self._data, self._tokenizer, self._seed, self._vocab_size, self._processor
+        )
         domain = probe._mixture.progress[0]
         size = len(self._sources[0].file)
         while domain.epoch * size + domain.position < wanted:
@@ -174,7 +185,7 @@ class DataStream:
         """A record as tokens, cut if need be, and whether it was cut."""
         source = self._sources[ref.source]
         record = source.file.record(self._mixture.index(ref))
-        encoded = encode_record(record, self._tokenizer)
+        encoded = encode_record(record, self._tokenizer, self._processor)
         if self._vocab_size is not None and encoded.token_ids.max(initial=0) >= self._vocab_size:
             check_token_ids(encoded.token_ids.tolist(), self._vocab_size, record.where)
         limit = self._data.max_seq_len
@@ -192,8 +203,8 @@ class DataStream:
         source = self._sources[ref.source]
         try:
             encoded, cut = self._encode(ref)
-        except DataError:
-            if self._data.on_error == "error":
+        except DataError as error:
+            if not may_leave_out(error, self._data):
                 raise
             self._skip(ref)
             return None

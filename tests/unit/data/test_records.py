@@ -43,7 +43,6 @@ def test_the_three_forms_are_read(tmp_path: Path) -> None:
         ('{"messages": [{"role": "user", "content": "q"}]}', "no assistant"),
         ('{"messages": [{"role": "bot", "content": "q"}]}', r"messages\[0\].role"),
         ('{"messages": [{"role": "user"}]}', r"messages\[0\].content"),
-        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "images"),
         ('{"prompt": "a", "completion": "b", "tools": 1}', "tools"),
     ],
 )
