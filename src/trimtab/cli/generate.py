@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +20,9 @@ def generate(
     model: Annotated[str, typer.Argument(help="checkpoint directory or URL")],
     adapter: Annotated[Path | None, typer.Option("--adapter", help="PEFT directory")] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", help="what the user says")] = None,
+    images: Annotated[
+        list[Path] | None, typer.Option("--image", help="image before the prompt; may be repeated")
+    ] = None,
     interactive: Annotated[
         bool, typer.Option("--interactive", help="a conversation; an empty line or Ctrl-D ends it")
     ] = False,
@@ -36,37 +40,44 @@ def generate(
 
     if (prompt is None) == (not interactive):
         raise ConfigError("TT108", "--prompt", "give either --prompt or --interactive")
+    if raw and images:
+        raise ConfigError("TT108", "--image", "needs the chat template; leave out --raw")
     if compare and adapter is None:
         raise ConfigError("TT108", "--compare", "needs --adapter")
     if base_dtype not in ("native", "bf16", "fp32"):
         raise ConfigError("TT108", "--base-dtype", "must be native, bf16 or fp32", value=base_dtype)
     if adapter is not None and not adapter.is_dir():
         raise ConfigError("TT107", "--adapter", "no such directory", value=adapter)
-    from trimtab.evaluate.answer import Speaker
+    from trimtab.evaluate.answer import Speaker, user_message
 
     speaker = Speaker.load(model, adapter, base_dtype=base_dtype, max_new_tokens=max_new_tokens,
                            raw=raw)
     if prompt is not None:
-        _answer(speaker, [{"role": "user", "content": prompt}], compare)
+        _answer(speaker, [user_message(prompt, images or ())], compare)
     else:
-        _converse(speaker, compare)
+        _converse(speaker, compare, images or ())
     if adapter is not None:
         typer.echo(f"next: trimtab merge {model} {adapter} --out DST", err=True)
 
 
-def _converse(speaker: Speaker, compare: bool) -> None:
-    """Question and answer until end of input; with --compare the adapter's answer is kept."""
-    messages: list[dict[str, str]] = []
+def _converse(speaker: Speaker, compare: bool, images: Sequence[Path]) -> None:
+    """Question and answer until end of input; with --compare the adapter's answer is kept.
+
+    Images belong to the first question.
+    """
+    from trimtab.evaluate.answer import user_message
+
+    messages: list[Mapping[str, object]] = []
     while True:
         typer.echo("> ", nl=False, err=True)
         line = sys.stdin.readline()
         if not line.strip():
             return
-        messages.append({"role": "user", "content": line.rstrip("\n")})
+        messages.append(user_message(line.rstrip("\n"), () if messages else images))
         messages.append({"role": "assistant", "content": _answer(speaker, messages, compare)})
 
 
-def _answer(speaker: Speaker, messages: list[dict[str, str]], compare: bool) -> str:
+def _answer(speaker: Speaker, messages: Sequence[Mapping[str, object]], compare: bool) -> str:
     """Stream one answer, or the base's and then the adapter's; return the last."""
     text = ""
     for title, use_adapter in (("base", False), ("adapter", True)) if compare else (("", True),):

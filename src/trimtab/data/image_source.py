@@ -34,6 +34,7 @@ from trimtab.errors import DataError
 SOURCE = "source"  # key under which an image part of a message carries its ImageSource
 MAX_FILE_BYTES = 128 * 2**20
 MAX_PIXELS = 64 * 2**20
+THUMBNAIL = 256
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 # How the base64 text of a PNG, JPEG, GIF, WEBP or BMP file begins.
@@ -195,6 +196,20 @@ def decode_image(data: bytes, where: str) -> Image.Image:
             image.load()
         mode = "RGBA" if image.has_transparency_data else "RGB"
         return image.convert(mode)
+
+
+def image_file(path: Path) -> ImageSource:
+    """The image of a file that a person named, wherever it lies."""
+    return ImageSource(str(path), path.name, None, str(path.parent))
+
+
+def thumbnail(image: Image.Image, side: int = THUMBNAIL) -> str:
+    """A data: URL of a PNG of at most `side` pixels each way, to be shown to people."""
+    small = image.copy()
+    small.thumbnail((side, side))
+    buffer = io.BytesIO()
+    small.save(buffer, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 def _open(data: bytes, where: str) -> Image.Image:

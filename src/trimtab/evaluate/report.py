@@ -18,12 +18,21 @@ Metric = Literal["exact_match", "bits_per_byte"]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One question with its answers, for people to read."""
+    """One question with its answers, for people to read.
+
+    Args:
+        prompt: the last message.
+        expected: the answer of the record.
+        before: what the base said.
+        after: what it said with the adapter, None without one.
+        images: the images of the question, small, as data: URLs of PNG files.
+    """
 
     prompt: str
     expected: str
     before: str
     after: str | None
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

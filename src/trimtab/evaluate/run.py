@@ -17,6 +17,8 @@ from trimtab.checkpoint.adapter import load_adapter
 from trimtab.checkpoint.load import load_model
 from trimtab.config.evaluation import TaskSection
 from trimtab.config.recipe import Recipe
+from trimtab.data.image_source import message_images, thumbnail
+from trimtab.data.prompt import ImageProcessor, load_image_processor
 from trimtab.data.records import Record, read_records
 from trimtab.data.tokenizer import Tokenizer, load_tokenizer
 from trimtab.errors import ConfigError, DataError
@@ -49,6 +51,7 @@ class _Bench:
 
     model: CausalLM
     tokenizer: Tokenizer
+    processor: ImageProcessor | None
     has_adapter: bool
     max_seq_len: int
     batch_tokens: int
@@ -120,11 +123,12 @@ def load_with_adapter(
 def _load(recipe: Recipe, adapter: Path | None, say: Reporter) -> _Bench:
     length = recipe.finetune
     tokenizer = load_tokenizer(recipe.model.path)
+    processor = load_image_processor(recipe.model.path, length.data.image)
     model = load_with_adapter(
         recipe.model.path, adapter, base_dtype=length.base_dtype,
         compute_dtype=length.compute_dtype, reporter=say,
     )
-    return _Bench(model, tokenizer, adapter is not None, length.data.max_seq_len,
+    return _Bench(model, tokenizer, processor, adapter is not None, length.data.max_seq_len,
                   length.batch.micro_batch_tokens)
 
 
@@ -147,12 +151,13 @@ def _score_answers(
     def run(progress: Progress) -> tuple[Answer, ...]:
         return answer_all(bench.model, bench.tokenizer, questions,
                           max_new_tokens=task.max_new_tokens, batch_tokens=bench.batch_tokens,
-                          progress=progress)
+                          processor=bench.processor, progress=progress)
 
     before, after = _before_after(bench, task.name, run, say)
     right = [a.is_right for a in before]
     examples = tuple(
-        Example(a.question.shown, a.question.expected, a.text, after[i].text if after else None)
+        Example(a.question.shown, a.question.expected, a.text, after[i].text if after else None,
+                _pictures(a.question, bench.processor))
         for i, a in enumerate(before[:_EXAMPLES])
     )
     if after is None:
@@ -185,7 +190,12 @@ def _score_texts(
 
 def _question(record: Record) -> Question:
     messages, answer = record.prompt_and_answer()
-    return Question(messages, answer)
+    return Question(messages, answer, record.where)
+
+
+def _pictures(question: Question, processor: ImageProcessor | None) -> tuple[str, ...]:
+    root = None if processor is None else processor.limits.root
+    return tuple(thumbnail(source.read(root)) for source in message_images(question.messages))
 
 
 def _text(record: Record) -> str:

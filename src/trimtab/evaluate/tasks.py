@@ -1,16 +1,19 @@
 """Exact match: the model answers each conversation greedily, and an answer is right or not.
 
-Knows: conversations, generation, comparison of strings. Does not know: recipes, adapters.
+Knows: conversations with images, generation, comparison of strings. Does not know: recipes, adapters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from trimtab.data.image_source import image_sources, message_images
+from trimtab.data.prompt import ImageProcessor, Prompt, build_prompt
 from trimtab.data.tokenizer import Tokenizer
 from trimtab.models.decoder import CausalLM
 from trimtab.models.generate import generate
+from trimtab.train.batch import image_batch
 
 Progress = Callable[[int, int], None]
 Message = Mapping[str, object]
@@ -23,15 +26,24 @@ class Question:
     Args:
         messages: what the model sees.
         expected: the answer.
+        where: `file:line` of the record.
     """
 
     messages: tuple[Message, ...]
     expected: str
+    where: str = "question"
 
     @property
     def shown(self) -> str:
-        """The last user message."""
-        return str(self.messages[-1]["content"]) if self.messages else ""
+        """The last message; an image in it is a word in brackets."""
+        if not self.messages:
+            return ""
+        content = self.messages[-1]["content"]
+        if not isinstance(content, list | tuple):
+            return str(content)
+        images = "[image] " * len(image_sources(self.messages[-1]))
+        texts = (part.get("text") for part in content if isinstance(part, Mapping))
+        return images + "".join(text for text in texts if isinstance(text, str))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +66,7 @@ def answer_all(
     *,
     max_new_tokens: int,
     batch_tokens: int,
+    processor: ImageProcessor | None = None,
     progress: Progress | None = None,
 ) -> tuple[Answer, ...]:
     """Greedy answers in the order of the questions.
@@ -65,24 +78,39 @@ def answer_all(
         max_new_tokens: longest answer.
         batch_tokens: questions of similar length are generated together, as many as keep prompts
             and answers within this; the answer to one does not depend on its neighbours.
+        processor: of the checkpoint's images; None for a model of text only.
         progress: told (questions done, questions in all).
+
+    Raises:
+        DataError: TT404, TT406, TT407 for a question that cannot be asked.
     """
-    prompts = [
-        tokenizer.render(list(q.messages), add_generation_prompt=True).token_ids for q in questions
-    ]
+    # Pixels of all questions together may be many times the tokens: they are read again below.
+    prompts = [replace(_prompt(q, tokenizer, processor), images=()) for q in questions]
     texts = [""] * len(prompts)
     done = 0
-    for rows in _groups([len(p) + max_new_tokens for p in prompts], batch_tokens):
+    for group in _groups([len(p.token_ids) + max_new_tokens for p in prompts], batch_tokens):
+        images, rows, begin = [], [], 0
+        for index in group:
+            if processor is not None:
+                images += [processor.read(s) for s in message_images(questions[index].messages)]
+            rows += [begin + row for row in prompts[index].image_rows]
+            begin += len(prompts[index].token_ids)
         found = generate(
-            model, [prompts[i] for i in rows], max_new_tokens=max_new_tokens,
+            model, [prompts[i].token_ids for i in group], max_new_tokens=max_new_tokens,
             stop_ids=tokenizer.stop_ids,
+            images=image_batch(images, rows, model.embed.weight.device),
         )
-        for row, ids in zip(rows, found, strict=True):
-            texts[row] = tokenizer.decode(ids)
-        done += len(rows)
+        for index, ids in zip(group, found, strict=True):
+            texts[index] = tokenizer.decode(ids)
+        done += len(group)
         if progress is not None:
             progress(done, len(prompts))
     return tuple(Answer(q, t) for q, t in zip(questions, texts, strict=True))
+
+
+def _prompt(question: Question, tokenizer: Tokenizer, processor: ImageProcessor | None) -> Prompt:
+    return build_prompt(question.messages, tokenizer, processor, where=question.where,
+                        add_generation_prompt=True)
 
 
 def _groups(sizes: Sequence[int], budget: int) -> Iterator[list[int]]:

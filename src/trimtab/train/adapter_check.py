@@ -23,7 +23,7 @@ from trimtab.models.decoder import CausalLM
 from trimtab.models.linear import Linear
 from trimtab.models.lora import disabled, lora_modules
 from trimtab.models.tape import ChoiceTape
-from trimtab.train.batch import MicroBatch
+from trimtab.train.batch import MicroBatch, on_device
 from trimtab.verdict import Verdict
 
 _PROBE_ROWS = 256
@@ -97,7 +97,8 @@ def _logits(model: CausalLM, batch: MicroBatch, tape: ChoiceTape) -> Tensor:
     """[R, W] of the first real tokens, at least float32."""
     device = model.embed.weight.device
     valid = batch.valid.to(device)
-    context = ForwardContext.packed(batch.lengths, device, valid=valid, tape=tape)
+    images = on_device(batch.images, device)
+    context = ForwardContext.packed(batch.lengths, device, valid=valid, tape=tape, images=images)
     hidden = model(batch.input_ids.to(device), context)
     logits = model.logits(hidden[valid][:_PROBE_ROWS])
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

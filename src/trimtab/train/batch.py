@@ -1,6 +1,6 @@
 """Micro-batches: packs joined into the flat tokens of one forward.
 
-Knows: how packs are joined. Does not know: models, optimizers.
+Knows: how packs and their images are joined. Does not know: models, optimizers.
 
 Shape letters: T tokens.
 """
@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trimtab.data.images import ImagePatches
 from trimtab.data.packing import Pack
+from trimtab.models.context import ImageBatch
 from trimtab.train.plan import BatchPlan
 
 
@@ -28,6 +30,7 @@ class MicroBatch:
         valid: [T], bool; False on pads.
         token_ids: [T], int64, position in the global batch: what dropout masks are drawn from, so
             that they do not depend on the accumulation.
+        images: of all packs, None where there are none.
     """
 
     input_ids: Tensor
@@ -35,6 +38,38 @@ class MicroBatch:
     lengths: tuple[int, ...]
     valid: Tensor
     token_ids: Tensor
+    images: ImageBatch | None = None
+
+
+def image_batch(
+    images: Sequence[ImagePatches], rows: Sequence[int], device: torch.device | str = "cpu"
+) -> ImageBatch | None:
+    """Images as the model takes them.
+
+    Args:
+        images: in the order of their tokens.
+        rows: positions of the placeholder tokens in the flat pack.
+        device: where the tensors go.
+    """
+    grids = [image.grid for image in images]
+    return ImageBatch.join([image.normalised() for image in images], grids, rows, device)
+
+
+def on_device(images: ImageBatch | None, device: torch.device) -> ImageBatch | None:
+    """The same images on a device."""
+    if images is None:
+        return None
+    return ImageBatch(images.patches.to(device), images.grids, images.rows.to(device))
+
+
+def _images(packs: Sequence[Pack]) -> ImageBatch | None:
+    """Images of packs laid end to end."""
+    rows: list[int] = []
+    begin = 0
+    for pack in packs:
+        rows.extend(int(row) + begin for row in pack.image_rows)
+        begin += len(pack.input_ids)
+    return image_batch([image for pack in packs for image in pack.images], rows)
 
 
 def micro_batches(packs: Sequence[Pack], plan: BatchPlan) -> Iterator[MicroBatch]:
@@ -53,4 +88,5 @@ def micro_batches(packs: Sequence[Pack], plan: BatchPlan) -> Iterator[MicroBatch
             ),
             valid=torch.cat([torch.as_tensor(p.valid, dtype=torch.bool) for p in members]),
             token_ids=torch.arange(first, first + ids.numel()),
+            images=_images(members),
         )

@@ -19,7 +19,10 @@ from trimtab.checkpoint.adapter import AdapterMeta, save_adapter
 from trimtab.checkpoint.load import load_model
 from trimtab.checkpoint.source import open_source
 from trimtab.config.recipe import Recipe
+from trimtab.data.image_totals import count_images
 from trimtab.data.packing import Pack
+from trimtab.data.prompt import load_image_processor
+from trimtab.data.records import open_records
 from trimtab.data.stream import DataStream
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.errors import RunError
@@ -46,6 +49,7 @@ from trimtab.train.state import TrainState, newest_state, restore_state, save_st
 from trimtab.train.step import StepOptions, StepResult, train_step
 from trimtab.verdict import Verdict
 
+_IMAGES_CHECKED = 20_000  # records per source whose images are looked at before training
 _COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -133,8 +137,7 @@ def finetune(recipe: Recipe, reporter: Reporter | None = None) -> RunResult:
         say.say(f"{run.root} is finished: {record.step} steps; nothing to do")
         return _finished(run, plan, record)
     say.plan(plan)
-    tokenizer = load_tokenizer(recipe.model.path)
-    stream = DataStream(recipe.finetune.data, tokenizer, recipe.seed, plan.arch.vocab_size)
+    stream = _open_stream(recipe, plan, say)
     job = _assemble(recipe, plan, run, stream, say)
     state, record = _begin(job, record, inputs, say)
     losses, speed, record = _run_steps(job, state, record, say)
@@ -147,6 +150,23 @@ def finetune(recipe: Recipe, reporter: Reporter | None = None) -> RunResult:
         trainable_parameters=plan.table.num_parameters, trainable_share=plan.trainable_share,
         verdicts=verdicts,
     )
+
+
+def _open_stream(recipe: Recipe, plan: RunPlan, say: Reporter) -> DataStream:
+    """The stream of packs, after a look at the images that records name."""
+    data = recipe.finetune.data
+    tokenizer = load_tokenizer(recipe.model.path)
+    processor = load_image_processor(recipe.model.path, data.image)
+    for source in (data.domain, data.general):
+        if source is None:
+            continue
+        totals = count_images(open_records(source.path), tokenizer, processor, data,
+                              limit=_IMAGES_CHECKED)
+        if totals.images or totals.left_out:
+            say.say(f"{source.path}: {totals}")
+            say.say(f"image features: [tokens, {plan.arch.hidden_size}] in the compute dtype, in "
+                    f"place of the embeddings of token {plan.arch.image_token_id}")
+    return DataStream(data, tokenizer, recipe.seed, plan.arch.vocab_size, processor)
 
 
 def _is_finished(recipe: Recipe, record: RunRecord, run: RunDirectory) -> bool:

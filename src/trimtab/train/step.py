@@ -23,7 +23,7 @@ from trimtab.models.context import DropoutKey, ForwardContext
 from trimtab.models.decoder import CausalLM
 from trimtab.models.tape import ChoiceTape
 from trimtab.ops.cross_entropy import chunked_cross_entropy
-from trimtab.train.batch import MicroBatch, micro_batches
+from trimtab.train.batch import MicroBatch, micro_batches, on_device
 from trimtab.train.plan import BatchPlan
 from trimtab.train.router_load import RouterLoad
 
@@ -135,6 +135,7 @@ def _loss_sum(
         stats=None if load is None else load.micro_batch(),
         dropout=DropoutKey(options.seed, step),
         recompute=options.recompute,
+        images=on_device(batch.images, device),
     )
     labels = batch.labels.to(device)
     hidden = model(batch.input_ids.to(device), context)  # [T, D]
