@@ -173,7 +173,7 @@ ERROR_DOCS: dict[str, ErrorDoc] = _docs(
     ("TT404", "bad chat template", "The chat template fails or does not fit this conversation.",
      "Check the template and the roles in the record."),
     ("TT405", "no tokenizer", "The checkpoint has no tokenizer that Trimtab can read.",
-     "Put tokenizer.json beside config.json."),
+     "Put tokenizer.json or tiktoken.model beside config.json."),
     ("TT406", "bad image", "An image of a record is missing, damaged, too large or of an unusable kind.",
      "Mend or remove the image that the message names; `on_error: skip` leaves such records out."),
     ("TT407", "images do not fit", "Images, their patch grids and the placeholder tokens disagree.",

@@ -229,7 +229,13 @@ class K3Format:
                 index += 1
                 continue
             results = [(i, messages[i]) for i in range(index, end)]
-            for i, name in _results_in_order(results, calls, place):
+            ordered = _results_in_order(results, calls, place)
+            if [i for i, _ in ordered] != list(range(index, end)) and any(map(_has_image, messages[index:end])):
+                # Images are matched to their places in the order of the messages.
+                raise self._error(
+                    f"messages[{index}]", "results with images must be in the order of their calls"
+                )
+            for i, name in ordered:
                 place += 1
                 yield i, messages[i], name, place
             index = end
@@ -350,6 +356,12 @@ def _results_in_order(
             name = _name(calls[number])
         found.append((index, None if name is None else str(name)))
     return found
+
+
+def _has_image(message: Message) -> bool:
+    content = message.get("content")
+    parts = content if isinstance(content, Sequence) and not isinstance(content, str) else ()
+    return any(isinstance(p, Mapping) and p.get("type") in ("image", "image_url") for p in parts)
 
 
 def _name(call: object) -> str | None:

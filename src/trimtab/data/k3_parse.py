@@ -57,16 +57,24 @@ class Element:
         return [child for child in self.children if child.name == name]
 
 
-def parse_answer(segments: Iterable[Segment], thinking: bool) -> Answer:
+def parse_answer(
+    segments: Iterable[Segment], thinking: bool, partial: bool = False
+) -> Answer:
     """Read what the model wrote after a generation prompt.
 
     Args:
         segments: (text, is a control token).
         thinking: the prompt opened a think element, else a response.
+        partial: more will follow; what may yet become something else is left out, so that a
+            longer answer only ever adds to a shorter one.
     """
     reader = _Reader(["message", "think" if thinking else "response"])
-    reader.read(segments)
-    return _answer(reader.root.children[0], reader.malformed)
+    reader.read(segments, partial)
+    message = reader.root.children[0]
+    if partial:
+        for tools in message.named("tools"):
+            tools.children = [call for call in tools.children if call.closed]
+    return _answer(message, reader.malformed)
 
 
 def parse_messages(segments: Iterable[Segment]) -> list[dict[str, object]]:
@@ -92,7 +100,7 @@ class _Reader:
         for name in opened:
             self._push(Element(name))
 
-    def read(self, segments: Iterable[Segment]) -> None:
+    def read(self, segments: Iterable[Segment], partial: bool = False) -> None:
         """Read all; what is open at the end stays marked as not closed."""
         for text, is_control in segments:
             if not is_control:
@@ -109,7 +117,8 @@ class _Reader:
                 del self._stack[1:]
             elif self._kind != MEDIA_BEGIN:
                 self.malformed = True
-        self._abandon()
+        if not partial:
+            self._abandon()
 
     def _finish(self, head: str) -> None:
         kind, self._head, self._kind = self._kind, None, ""

@@ -132,7 +132,9 @@ class Tokenizer:
                 found.append((self.decode(list(group)), False))
         return found
 
-    def read_answer(self, ids: Sequence[int], options: ChatOptions | None = None) -> Answer:
+    def read_answer(
+        self, ids: Sequence[int], options: ChatOptions | None = None, *, partial: bool = False
+    ) -> Answer:
         """Take apart what the model wrote after the generation prompt.
 
         Of K3's format reasoning, text and tool calls are told apart; of a template all is text.
@@ -140,9 +142,11 @@ class Tokenizer:
         Args:
             ids: generated, with or without the end marker.
             options: those that the prompt was rendered with.
+            partial: more will follow; nothing is returned that it could take back.
         """
         if self._writes_elements:
-            return parse_answer(self.segments(ids), (options or ChatOptions()).thinking)
+            thinking = (options or ChatOptions()).thinking
+            return parse_answer(self.segments(ids), thinking, partial)
         ended = len(ids) > 0 and ids[-1] in self.stop_ids
         return Answer(self.decode(ids[:-1] if ended else ids))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -193,6 +194,16 @@ def test_tool_results_follow_the_order_of_the_calls(k3: Tokenizer) -> None:
     assert (where[a], where[b]) == (2, 1)
 
 
+def test_results_with_images_must_already_be_in_order(k3: Tokenizer) -> None:
+    calls = assistant("", tool_calls=[call("f", {}, id="a"), call("g", {}, id="b")])
+    image = [{"type": "image", "width": 1, "height": 1}]
+    one = {"role": "tool", "tool_call_id": "a", "content": "A"}
+    two = {"role": "tool", "tool_call_id": "b", "content": image}
+    assert k3.render([calls, one, two]).token_ids
+    with pytest.raises(DataError, match=r"messages\[1\].*order of their calls"):
+        k3.render([calls, two, one])
+
+
 def test_tool_results_without_ids_are_named_by_themselves_or_by_place(k3: Tokenizer) -> None:
     calls = assistant("", tool_calls=[call("f", {}), call("g", {})])
     results = [{"role": "tool", "content": "A"}, {"role": "tool", "name": "h", "content": "B"}]
@@ -361,6 +372,21 @@ def test_answers_that_break_off_or_break_the_rules_are_read_as_far_as_they_go(
                                  '" type="number"', "<|media_begin|>", "<|media_end|>", "x"])))  # fmt: skip
 def test_any_answer_can_be_read(k3: Tokenizer, parts: list[str]) -> None:
     k3.read_answer(k3.encode("".join(parts), allow_special=True))
+
+
+def test_answer_in_the_making_only_ever_grows(k3: Tokenizer) -> None:
+    text = (
+        "so<|close|>think<|sep|><|open|>response<|sep|>yes<|close|>response<|sep|><|open|>tools"
+        '<|sep|><|open|>call tool="f" index="1"<|sep|><|open|>argument key="a" type="string"<|sep|>'
+        "v<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>"
+    )
+    ids = k3.encode(text, allow_special=True)
+    states = [k3.read_answer(ids[:n], partial=True) for n in range(len(ids) + 1)]
+    shown = [(s.reasoning or "") + s.content + str(len(s.tool_calls) or "") for s in states]
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(shown))
+    assert shown[-1] == "soyes1"
+    assert states[-1] == k3.read_answer(ids)
+    assert [s.complete for s in states] == [False] * len(ids) + [True]
 
 
 def test_call_whose_values_are_not_of_their_type_keeps_the_text(k3: Tokenizer) -> None:
