@@ -74,19 +74,19 @@ def _converse(speaker: Speaker, compare: bool, images: Sequence[Path]) -> None:
         if not line.strip():
             return
         messages.append(user_message(line.rstrip("\n"), () if messages else images))
-        messages.append({"role": "assistant", "content": _answer(speaker, messages, compare)})
+        messages.append(_answer(speaker, messages, compare))
 
 
-def _answer(speaker: Speaker, messages: Sequence[Mapping[str, object]], compare: bool) -> str:
-    """Stream one answer, or the base's and then the adapter's; return the last."""
-    text = ""
+def _answer(
+    speaker: Speaker, messages: Sequence[Mapping[str, object]], compare: bool
+) -> Mapping[str, object]:
+    """Stream one answer, or the base's and then the adapter's; return the last as a message."""
     for title, use_adapter in (("base", False), ("adapter", True)) if compare else (("", True),):
         if title:
             typer.echo(f"{title}: ", nl=False)
-        text = ""
-        for piece in speaker.stream(messages, use_adapter=use_adapter):
+        reply = speaker.stream(messages, use_adapter=use_adapter)
+        for piece in reply:
             typer.echo(piece, nl=False)
             sys.stdout.flush()
-            text += piece
         typer.echo()
-    return text
+    return reply.message()

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from trimtab.arch.load import load_arch
 from trimtab.config.recipe import DataSection, ImageSection
+from trimtab.data.chat import Message
 from trimtab.data.image_source import SOURCE, ImageSource, image_sources, message_images
 from trimtab.data.images import PREPROCESSOR, ImagePatches, VisionRule, preprocess, read_rule
 from trimtab.data.model_files import read_json
-from trimtab.data.template import Message
-from trimtab.data.tokenizer import Tokenizer
+from trimtab.data.tokenizer import Rendered, Tokenizer
 from trimtab.errors import DataError
 
 
@@ -150,12 +150,12 @@ def build_prompt(
     if processor is None:
         if sources:
             raise DataError("TT407", sources[0].where, "is an image, and the model takes text only")
-        plain = tokenizer.render(messages, tools, add_generation_prompt)
+        plain = _rendered(messages, tokenizer, where, tools, add_generation_prompt)
         return Prompt(plain.token_ids, plain.loss_mask, plain.messages)
     images = [processor.read(source) for source in sources]
     waiting = iter(images)
     shown = [_with_sizes(message, waiting) for message in messages] if images else messages
-    rendered = tokenizer.render(shown, tools, add_generation_prompt)
+    rendered = _rendered(shown, tokenizer, where, tools, add_generation_prompt)
     written = rendered.token_ids.count(processor.token_id)
     if written != len(images):
         raise DataError(
@@ -165,6 +165,22 @@ def build_prompt(
         )  # fmt: skip
     return _expanded(Prompt(rendered.token_ids, rendered.loss_mask, rendered.messages),
                      images, processor.token_id)  # fmt: skip
+
+
+def _rendered(
+    messages: Sequence[Message],
+    tokenizer: Tokenizer,
+    where: str,
+    tools: Sequence[Mapping[str, object]] | None,
+    add_generation_prompt: bool,
+) -> Rendered:
+    """Render; an error names the record and not only the template."""
+    try:
+        return tokenizer.render(messages, tools, add_generation_prompt)
+    except DataError as error:
+        raise DataError(
+            error.code, f"{where}, {error.where}", error.rule, value=error.value, hint=error.hint
+        ) from None
 
 
 def _with_sizes(message: Message, images: Iterator[ImagePatches]) -> Message:

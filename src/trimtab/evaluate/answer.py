@@ -5,7 +5,8 @@ Knows: one loaded model, its tokenizer, an adapter that can be switched. Does no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,21 +53,21 @@ class Speaker:
                                   reporter=ConsoleReporter())
         return cls(model, tokenizer, max_new_tokens, raw, load_image_processor(path))
 
-    def stream(
-        self, messages: Sequence[Message], *, use_adapter: bool = True
-    ) -> Iterator[str]:
-        """Pieces of the greedy answer as they come.
+    def stream(self, messages: Sequence[Message], *, use_adapter: bool = True) -> Reply:
+        """The greedy answer, to be read as it comes.
 
         Args:
             messages: the conversation so far, ending with the user.
             use_adapter: False answers with the base.
         """
+        return Reply(self.tokenizer, self._new_ids(messages, use_adapter), self.raw)
+
+    def _new_ids(self, messages: Sequence[Message], use_adapter: bool) -> Iterator[int]:
         prompt = self._prompt(messages)
         images = image_batch(prompt.images, prompt.image_rows, self.model.embed.weight.device)
         with nullcontext() if use_adapter else disabled(self.model):
-            new = stream(self.model, prompt.token_ids, self.max_new_tokens,
-                         self.tokenizer.stop_ids, images=images)
-            yield from text_pieces(self.tokenizer, new)
+            yield from stream(self.model, prompt.token_ids, self.max_new_tokens,
+                              self.tokenizer.stop_ids, images=images)
 
     def _prompt(self, messages: Sequence[Message]) -> Prompt:
         if not self.raw:
@@ -86,17 +87,63 @@ def user_message(text: str, images: Sequence[Path] = ()) -> Message:
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
-def text_pieces(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
-    """Text of a growing list of ids, held back while a character is incomplete."""
+class Reply:
+    """An answer as it comes: iterate for its text, then ask for the message.
+
+    Args:
+        tokenizer: of the checkpoint.
+        new_ids: the answer's ids.
+        raw: it is text, not in the chat format.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, new_ids: Iterable[int], raw: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._new_ids = new_ids
+        self._raw = raw
+        self._ids: list[int] = []
+
+    def __iter__(self) -> Iterator[str]:
+        """Pieces of text for people: reasoning, answer, tool calls, as far as they are certain."""
+        read = self._tokenizer.decode if self._raw else self._shown
+        return text_pieces(read, self._kept())
+
+    def message(self) -> Message:
+        """What has come so far, as an assistant message."""
+        if self._raw:
+            return {"role": "assistant", "content": self._tokenizer.decode(self._ids)}
+        return self._tokenizer.read_answer(self._ids).message()
+
+    def _kept(self) -> Iterator[int]:
+        for new in self._new_ids:
+            self._ids.append(new)
+            yield new
+
+    def _shown(self, ids: Sequence[int]) -> str:
+        answer = self._tokenizer.read_answer(ids, partial=True)
+        calls = (f"{c.name}({_json(c.arguments)})" for c in answer.tool_calls)
+        return "\n\n".join(text for text in (answer.reasoning, answer.content, *calls) if text)
+
+
+def _json(arguments: Mapping[str, object] | str) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def text_pieces(read: Callable[[list[int]], str], ids: Iterable[int]) -> Iterator[str]:
+    """Text of a growing list of ids, held back while a character is incomplete.
+
+    Args:
+        read: gives the text of ids; more ids must not change the text of those before.
+        ids: one after the other.
+    """
     seen: list[int] = []
     shown = ""
     for new in ids:
         seen.append(new)
-        text = tokenizer.decode(seen)
+        text = read(seen)
         if text.endswith(_REPLACEMENT):
             continue
         yield text[len(shown):]
         shown = text
-    rest = tokenizer.decode(seen)
+    rest = read(seen)
     if len(rest) > len(shown):
         yield rest[len(shown):]

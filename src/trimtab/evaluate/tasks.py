@@ -101,7 +101,7 @@ def answer_all(
             images=image_batch(images, rows, model.embed.weight.device),
         )
         for index, ids in zip(group, found, strict=True):
-            texts[index] = tokenizer.decode(ids)
+            texts[index] = tokenizer.read_answer(ids).content
         done += len(group)
         if progress is not None:
             progress(done, len(prompts))

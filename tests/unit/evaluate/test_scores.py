@@ -94,7 +94,7 @@ def test_a_recipe_without_held_out_sets_is_an_error(tmp_path: Path, checkpoint: 
 def test_streamed_pieces_join_to_the_whole_text(checkpoint: Path) -> None:
     tokenizer = load_tokenizer(checkpoint)
     ids = tokenizer.encode("naïve 漢字")
-    pieces = list(text_pieces(tokenizer, ids))
+    pieces = list(text_pieces(tokenizer.decode, ids))
     assert "".join(pieces) == "naïve 漢字" and len(pieces) == len("naïve 漢字")
 
 
