@@ -115,7 +115,8 @@ def _merged(model: CausalLM, *, rounded: bool) -> Iterator[None]:
     try:
         for module, weight, lora in kept:
             wide = torch.promote_types(weight.dtype, torch.float32)
-            merged = weight.to(wide) + lora.delta().to(wide)
+            # In the wide type throughout: a float32 product would show in a float64 base.
+            merged = weight.to(wide) + (lora.B.to(wide) @ lora.A.to(wide)) * lora.scaling
             merged = merged.to(weight.dtype) if rounded else merged
             module.weight = Parameter(merged, requires_grad=False)
             module.lora = None
