@@ -28,6 +28,7 @@ GROUPS: dict[str, tuple[Owner, ...]] = {
     "dense_ffn": ("dense_ffn",),
     "shared_experts": ("shared_expert",),
     "latent": ("latent",),
+    "projector": ("projector",),
 }
 """Group words a recipe may use; `sparse_attention` is every MLA layer, indexed or not."""
 
@@ -39,11 +40,11 @@ _REFUSED: dict[Owner, str] = {
     "router": "the router is frozen; its choices must stay those of the base model",
     "indexer": "the indexer selects without gradient, so the loss cannot train it",
     "routed_expert": "routed experts are chosen with `finetune.lora.experts`",
-    "vision": "vision targets are not supported yet",
-    "projector": "vision targets are not supported yet",
+    "vision": "the vision tower is frozen",
 }
 _LAYER_KIND: dict[Owner, str] = {
     "kda": "kda", "mla": "mla", "dense_ffn": "dense", "shared_expert": "moe", "latent": "moe",
+    "projector": "vision",
 }
 _MASTER_BYTES = 4  # adapters are float32
 
@@ -101,7 +102,7 @@ class TargetRow:
 
     Args:
         leaf: module leaf name; `shared_experts.up_proj` and its like keep their parent.
-        kind: `kda`, `mla`, `dense` or `moe`.
+        kind: `kda`, `mla`, `dense`, `moe`, `vision`, or `full` for what is trained without LoRA.
         count: adapted modules.
         available: modules of this name and kind in the model.
         num_parameters: adapter elements.
@@ -190,8 +191,29 @@ def resolve_targets(
     )
 
 
-def target_table(arch: ArchSpec, targets: Sequence[LoRATarget]) -> TargetTable:
-    """Rows per leaf and layer kind, and notes on what the chosen names leave uncovered."""
+def full_targets(arch: ArchSpec) -> tuple[ParamSpec, ...]:
+    """The parameters that `vision.projector: full` trains.
+
+    Raises:
+        AdapterError: TT501, the model has no projector.
+    """
+    found = tuple(p for p in inventory(arch) if p.owner == "projector")
+    if not found:
+        raise AdapterError("TT501", "finetune.vision.projector", "the model has no projector",
+                           value="full")
+    return found
+
+
+def target_table(
+    arch: ArchSpec, targets: Sequence[LoRATarget], full: Sequence[ParamSpec] = ()
+) -> TargetTable:
+    """Rows per leaf and layer kind, and notes on what the chosen names leave uncovered.
+
+    Args:
+        arch: the model.
+        targets: modules with an adapter.
+        full: parameters trained without LoRA; they are the last row.
+    """
     available: dict[tuple[str, str], int] = {}
     for p in inventory(arch):
         if _is_trainable(p):
@@ -205,6 +227,10 @@ def target_table(arch: ArchSpec, targets: Sequence[LoRATarget]) -> TargetTable:
     for (leaf, kind), members in grouped.items():
         total = sum(t.num_parameters for t in members)
         rows.append(TargetRow(leaf, kind, len(members), available[(leaf, kind)], total,
+                              total * _MASTER_BYTES))
+    if full:
+        total = sum(p.numel for p in full)
+        rows.append(TargetRow("projector", "full", len(full), len(full), total,
                               total * _MASTER_BYTES))
     return TargetTable(tuple(rows), tuple(_coverage(available, grouped)))
 
@@ -284,13 +310,18 @@ def _leaf(p: ParamSpec) -> str:
 
 
 def _leaf_of(module: str) -> str:
+    if module.startswith("projector."):
+        return module
     parent, leaf = module.rsplit(".", 2)[-2:]
     return f"{parent}.{leaf}" if parent == "shared_experts" else leaf
 
 
 def _nearest(params: Sequence[ParamSpec], word: str) -> str:
     """Names that a word may have meant, then all that can be targeted."""
-    leaves = list(dict.fromkeys(_module(p).rsplit(".", 1)[-1] for p in params if _is_trainable(p)))
+    modules = [_module(p) for p in params if _is_trainable(p)]
+    leaves = list(dict.fromkeys(
+        m if m.startswith("projector.") else m.rsplit(".", 1)[-1] for m in modules
+    ))
     names = [*leaves, *GROUPS]
     near = difflib.get_close_matches(word.rsplit(".", 1)[-1], names, n=3, cutoff=0.5)
     meant = f"did you mean {', '.join(near)}? " if near else ""

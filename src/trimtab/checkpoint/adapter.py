@@ -3,7 +3,8 @@
 Knows: PEFT's keys and file names, what of PEFT's options is supported, completeness.
 Does not know: how an adapter is injected or trained.
 
-Linear modules only: A is [rank, in], B is [out, rank]; the manifest declares the axis order.
+A is [rank, in], B is [out, rank]; the manifest declares the axis order. A projector trained in
+full is stored as it is, through PEFT's `modules_to_save`.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from trimtab.arch.adapter import LoRATarget
-from trimtab.arch.maps import module_names
-from trimtab.arch.params import inventory
+from trimtab.arch.maps import module_names, stored_of
+from trimtab.arch.params import ParamSpec, inventory
 from trimtab.arch.spec import ArchSpec
 from trimtab.checkpoint.codec import to_tensor
 from trimtab.checkpoint.manifest import Manifest, inventory_hash, read_manifest, write_artefact
 from trimtab.checkpoint.source import open_source
 from trimtab.errors import AdapterError
-from trimtab.models.lora import inject, lora_parameters
+from trimtab.models.full import train_full
+from trimtab.models.lora import inject, trainable_parameters
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -35,7 +37,7 @@ AXIS_ORDER = {"lora_A": ["rank", "in"], "lora_B": ["out", "rank"]}
 
 _PREFIX = "base_model.model."
 _REFUSED_OPTIONS = (
-    "use_dora", "target_parameters", "modules_to_save", "trainable_token_indices", "lora_bias",
+    "use_dora", "target_parameters", "trainable_token_indices", "lora_bias",
     "fan_in_fan_out", "layer_replication", "megatron_config", "alora_invocation_tokens",
 )
 
@@ -61,7 +63,8 @@ class AdapterFile:
 
     Args:
         targets: adapted modules, in inventory order.
-        tensors: `{fqn}.lora.A` [rank, in] and `{fqn}.lora.B` [out, rank], float32.
+        tensors: `{fqn}.lora.A` [rank, in] and `{fqn}.lora.B` [out, rank], float32, and under
+            their own names the parameters that were trained in full.
         config: adapter_config.json.
         manifest: None for an adapter that Trimtab did not write.
     """
@@ -85,7 +88,8 @@ def save_adapter(
         dst: new directory.
         arch: of the base model.
         targets: adapted modules.
-        tensors: `{fqn}.lora.A` and `{fqn}.lora.B` of every target, any floating dtype.
+        tensors: `{fqn}.lora.A` and `{fqn}.lora.B` of every target, and the parameters of a
+            projector trained in full, any floating dtype.
         meta: see `AdapterMeta`.
 
     Raises:
@@ -93,16 +97,22 @@ def save_adapter(
         CheckpointError: TT309 if `dst` holds something else.
     """
     names = module_names(arch)
-    wanted = {f"{t.fqn}.lora.{side}": _shape(t, side) for t in targets for side in "AB"}
+    full = _full_parameters(arch) if any(".lora." not in name for name in tensors) else {}
+    wanted: dict[str, tuple[int, ...]] = {
+        f"{t.fqn}.lora.{side}": _shape(t, side) for t in targets for side in "AB"
+    }
+    outside = {
+        f"{t.fqn}.lora.{side}": f"{names[t.fqn]}.lora_{side}.weight" for t in targets for side in "AB"
+    }
+    for released, param in full.items():
+        wanted[param.name], outside[param.name] = param.shape, released
     _require_same_keys(set(tensors), set(wanted), str(dst))
     stored: dict[str, Tensor] = {}
-    for target in targets:
-        for side in "AB":
-            key = f"{target.fqn}.lora.{side}"
-            tensor = tensors[key].detach().to("cpu", torch.float32).contiguous()
-            _check(tensor, _shape(target, side), key)
-            stored[f"{_PREFIX}{names[target.fqn]}.lora_{side}.weight"] = tensor
-    config = peft_config(arch, targets, meta.base)
+    for key, shape in wanted.items():
+        tensor = tensors[key].detach().to("cpu", torch.float32).contiguous()
+        _check(tensor, shape, key)
+        stored[f"{_PREFIX}{outside[key]}"] = tensor
+    config = peft_config(arch, targets, meta.base, full=bool(full))
     extra = {
         "axis_order": AXIS_ORDER, "dropout": max((t.dropout for t in targets), default=0.0),
         "num_tensors": len(stored), **meta.extra,
@@ -116,11 +126,19 @@ def save_adapter(
         out.write(CONFIG_NAME, (json.dumps(config, indent=2) + "\n").encode())
 
 
-def peft_config(arch: ArchSpec, targets: Sequence[LoRATarget], base: str) -> dict[str, object]:
+def peft_config(
+    arch: ArchSpec, targets: Sequence[LoRATarget], base: str, *, full: bool = False
+) -> dict[str, object]:
     """The adapter_config.json of these targets.
 
     A leaf name stands for its modules if all modules of that name are targets, else each module
     is named in full, so that PEFT adapts exactly these modules.
+
+    Args:
+        arch: of the base model.
+        targets: modules with A and B.
+        base: path or id of the base model.
+        full: the projector was trained in full.
     """
     if not targets:
         raise AdapterError("TT502", base, "an adapter needs at least one target")
@@ -144,7 +162,7 @@ def peft_config(arch: ArchSpec, targets: Sequence[LoRATarget], base: str) -> dic
         "target_modules": _target_modules(names, [t.fqn for t in targets]),
         "rank_pattern": {names[t.fqn]: t.rank for t in targets if t.rank != rank},
         "alpha_pattern": {names[t.fqn]: _plain(t.alpha) for t in targets if t.alpha != alpha},
-        "modules_to_save": None,
+        "modules_to_save": [_projector_name(arch)] if full else None,
     }
 
 
@@ -170,21 +188,30 @@ def load_adapter(path: str | Path, arch: ArchSpec) -> AdapterFile:
     config = _read_config(source.read_file(CONFIG_NAME), f"{path}/{CONFIG_NAME}")
     manifest = None if "://" in str(path) else read_manifest(path)
     modules = {peft_name: fqn for fqn, peft_name in module_names(arch).items()}
+    full = _read_full(config, arch, f"{path}/{CONFIG_NAME}")
     found: dict[str, dict[str, Tensor]] = {}
+    whole: dict[str, Tensor] = {}
     left_over: list[str] = []
     for key, entry in source.entries().items():
         module, side = _parse_key(key)
-        if module not in modules or side is None:
+        param = full.get(key.removeprefix(_PREFIX))
+        if param is None and (module not in modules or side is None):
             left_over.append(key)
             continue
-        tensor = to_tensor(source.read(key), entry.dtype, entry.shape)
-        found.setdefault(modules[module], {})[side] = tensor.to(torch.float32)
+        tensor = to_tensor(source.read(key), entry.dtype, entry.shape).to(torch.float32)
+        if param is not None:
+            _check(tensor, param.shape, f"{path}: {key}")
+            whole[param.name] = tensor
+        else:
+            assert side is not None, "a key without a side was left over"
+            found.setdefault(modules[module], {})[side] = tensor
     if left_over or not found:
         listed = ", ".join(left_over[:5]) or "no tensor at all"
         rule = f"{len(left_over)} of {len(source.entries())} tensors fit no module: {listed}"
         raise AdapterError("TT502", str(path), rule,
                            hint="check that the adapter was trained on this base model")
-    return _assemble(str(path), arch, config, manifest, found)
+    _require_same_keys(set(whole), {param.name for param in full.values()}, str(path))
+    return _assemble(str(path), arch, config, manifest, found, whole)
 
 
 def adapter_base(path: str | Path) -> str:
@@ -209,7 +236,9 @@ def attach_adapter(model: nn.Module, adapter: AdapterFile) -> None:
         AdapterError: TT502 if a target is not in the model or a tensor is left over.
     """
     inject(model, adapter.targets, seed=0)
-    parameters = lora_parameters(model)
+    if any(".lora." not in name for name in adapter.tensors):
+        train_full(model, "projector")
+    parameters = trainable_parameters(model)
     _require_same_keys(set(adapter.tensors), set(parameters), "adapter")
     for name, parameter in parameters.items():
         parameter.copy_(adapter.tensors[name])
@@ -221,6 +250,7 @@ def _assemble(
     config: dict[str, Any],
     manifest: Manifest | None,
     found: dict[str, dict[str, Tensor]],
+    whole: dict[str, Tensor],
 ) -> AdapterFile:
     names = module_names(arch)
     targets: list[LoRATarget] = []
@@ -248,7 +278,34 @@ def _assemble(
             _check(sides[side], _shape(target, side), f"{path}: {fqn}.lora_{side}")
             tensors[f"{fqn}.lora.{side}"] = sides[side]
         targets.append(target)
-    return AdapterFile(tuple(targets), tensors, config, manifest)
+    return AdapterFile(tuple(targets), {**tensors, **whole}, config, manifest)
+
+
+def _full_parameters(arch: ArchSpec) -> dict[str, ParamSpec]:
+    """Parameters of the projector by released name."""
+    return {
+        stored.name: param
+        for param in inventory(arch) if param.owner == "projector"
+        for stored in stored_of(arch, param)
+    }
+
+
+def _projector_name(arch: ArchSpec) -> str:
+    """Released name of the projector module."""
+    released, param = next(iter(_full_parameters(arch).items()))
+    return released.removesuffix(param.name.removeprefix("projector"))
+
+
+def _read_full(config: dict[str, Any], arch: ArchSpec, where: str) -> dict[str, ParamSpec]:
+    """The parameters that `modules_to_save` names; only the projector can be among them."""
+    named = config.get("modules_to_save")
+    if not named:
+        return {}
+    params = _full_parameters(arch)
+    if not params or list(named) != [_projector_name(arch)]:
+        rule = "only the projector can be saved in full" if params else "the model has no projector"
+        raise AdapterError("TT502", f"{where}: modules_to_save", rule, value=named)
+    return params
 
 
 def _read_config(raw: bytes, where: str) -> dict[str, Any]:
@@ -296,7 +353,9 @@ def _target_modules(names: Mapping[str, str], adapted: Sequence[str]) -> list[st
         by_leaf.setdefault(path.rpartition(".")[2], set()).add(path)
     listed: list[str] = []
     for leaf, paths in by_leaf.items():
-        listed.extend([leaf] if paths <= chosen else sorted(paths & chosen))
+        # A number as leaf would also fit the blocks of the tower and the decoder's layers.
+        whole = paths <= chosen and not leaf.isdigit()
+        listed.extend([leaf] if whole else sorted(paths & chosen))
     return listed
 
 
@@ -306,7 +365,7 @@ def _shape(target: LoRATarget, side: str) -> tuple[int, int]:
     return target.out_features, target.rank
 
 
-def _check(tensor: Tensor, shape: tuple[int, int], where: str) -> None:
+def _check(tensor: Tensor, shape: tuple[int, ...], where: str) -> None:
     if tuple(tensor.shape) != shape:
         raise AdapterError("TT502", where, f"must have shape {list(shape)}",
                            value=list(tensor.shape))

@@ -59,7 +59,8 @@ def copy_checkpoint(
 ) -> None:
     """Write a checkpoint again in the released format, merged with an adapter if one is given.
 
-    W becomes W + scaling * B A, added in float32 and rounded once to the stored dtype.
+    W becomes W + scaling * B A, added in float32 and rounded once to the stored dtype; a matrix
+    trained in full replaces W.
 
     Args:
         source: the base checkpoint.
@@ -125,9 +126,7 @@ def merged_tensors(
     def part_for(param: ParamSpec, index: tuple[int, ...]) -> Tensor:
         part: Part = by_part[param.name, index]
         value = decode_part(part, read)
-        if param.name in deltas.names:
-            return value.to(torch.float32) + deltas.of(param.name)
-        return value
+        return deltas.applied(param.name, value)
 
     encode = StoredFromParts(written, part_for)
 
@@ -157,15 +156,21 @@ def config_with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 
 class _Deltas:
-    """scaling * B A of each adapted matrix, made when it is asked for."""
+    """What an adapter does to base matrices: scaling * B A is added, a full weight replaces."""
 
     def __init__(self, adapter: AdapterFile | None) -> None:
         self._tensors = adapter.tensors if adapter is not None else {}
         targets = adapter.targets if adapter is not None else ()
         self._by_name = {f"{target.fqn}.weight": target for target in targets}
-        self.names = frozenset(self._by_name)
+        self._full = {name for name in self._tensors if ".lora." not in name}
+        self.names = frozenset(self._by_name) | self._full
 
-    def of(self, name: str) -> Tensor:
+    def applied(self, name: str, value: Tensor) -> Tensor:
+        """The value of a base matrix with what the adapter makes of it."""
+        if name in self._full:
+            return self._tensors[name]
+        if name not in self._by_name:
+            return value
         target = self._by_name[name]
         a, b = (self._tensors[f"{target.fqn}.lora.{side}"] for side in "AB")
-        return target.scaling * (b @ a)
+        return value.to(torch.float32) + target.scaling * (b @ a)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,13 @@ if TYPE_CHECKING:
     from trimtab.models.lora import LoRA
 
 
+@dataclass(frozen=True, slots=True)
+class FrozenWeight:
+    """The weight of the base that a trained one replaces; no module owns it."""
+
+    weight: nn.Parameter
+
+
 class Linear(nn.Module):
     """y = W x, plus the LoRA delta where a child `lora` is set.
 
@@ -25,6 +33,7 @@ class Linear(nn.Module):
     """
 
     lora: LoRA | None
+    frozen: FrozenWeight | None = None
 
     def __init__(self, in_features: int, out_features: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -46,6 +55,8 @@ class Linear(nn.Module):
 
 class RMSNorm(nn.Module):
     """RMS norm with a plain gain."""
+
+    frozen: FrozenWeight | None = None
 
     def __init__(self, width: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from trimtab.arch.adapter import LoRATarget
 from trimtab.errors import AdapterError
 from trimtab.models.context import ForwardContext
+from trimtab.models.full import full_modules, full_parameters, merge_full
 from trimtab.models.linear import Linear
 from trimtab.ops.precision import linear
 
@@ -124,22 +125,33 @@ def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Adapters, then the weights trained in full, by logical name."""
+    return {**lora_parameters(model), **full_parameters(model)}
+
+
 @contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
     """The base model inside the block."""
     modules = list(lora_modules(model).values())
+    trained = [(module, module.weight, frozen) for _, module, frozen in full_modules(model)]
     for module in modules:
         module.enabled = False
+    for full, _, frozen in trained:
+        full.weight = frozen.weight
     try:
         yield
     finally:
         for module in modules:
             module.enabled = True
+        for full, weight, _ in trained:
+            full.weight = weight
 
 
 @torch.no_grad()
 def merge(model: nn.Module) -> None:
-    """Add every delta to its base weight, in the base's storage dtype, and remove the children."""
+    """Put everything trained into the base weights, in their storage dtype, and forget the rest."""
+    merge_full(model)
     for name, module in lora_modules(model).items():
         parent = model.get_submodule(name)
         assert isinstance(parent, Linear), f"{name} holds a LoRA child but is no Linear"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from trimtab.arch.adapter import LoRATarget, resolve_targets, target_table
+from trimtab.arch.adapter import LoRATarget, full_targets, resolve_targets, target_table
 from trimtab.arch.spec import (
     ActivationSpec,
     ArchSpec,
@@ -16,6 +18,7 @@ from trimtab.arch.spec import (
     LayerSpec,
     MLASpec,
     MoESpec,
+    VisionSpec,
 )
 from trimtab.errors import AdapterError
 
@@ -128,3 +131,32 @@ def test_table_counts_parameters_and_names_the_uncovered_mla_projections(arch: A
 
 def test_full_attention_leaves_no_note(arch: ArchSpec) -> None:
     assert target_table(arch, pick(arch, "attention")).notes == ()
+
+
+VISION = VisionSpec(2, 8, 2, 16, 16, 14, 4, 4, 4, 2, 2, 1e-5)
+
+
+def test_the_projector_is_a_group_and_the_tower_is_refused(arch: ArchSpec) -> None:
+    seeing = replace(arch, vision=VISION, image_token_id=3)
+    targets = pick(seeing, "projector", "latent")
+    assert [t.fqn for t in targets][:2] == ["projector.proj.0", "projector.proj.2"]
+    assert targets[0].branch == "projector" and targets[0].layer is None
+    assert [t.fqn for t in pick(seeing, "projector.proj.2")] == ["projector.proj.2"]
+    assert not any(t.owner == "projector" for t in pick(seeing, "*"))
+    for word in ("vision.blocks.0.wqkv", "vision.*", "projector.post_norm"):
+        with pytest.raises(AdapterError, match="TT503"):
+            pick(seeing, word)
+    with pytest.raises(AdapterError, match="no module of this group"):
+        pick(arch, "projector")
+
+
+def test_a_projector_trained_in_full_is_a_row_of_the_table(arch: ArchSpec) -> None:
+    seeing = replace(arch, vision=VISION, image_token_id=3)
+    full = full_targets(seeing)
+    assert [p.name for p in full] == [
+        f"projector.{n}.weight" for n in ("proj.0", "proj.2", "post_norm")
+    ]
+    row = target_table(seeing, pick(seeing, "latent"), full).rows[-1]
+    assert (row.kind, row.num_parameters) == ("full", 32 * 32 + 16 * 32 + 16)
+    with pytest.raises(AdapterError, match="no projector"):
+        full_targets(arch)

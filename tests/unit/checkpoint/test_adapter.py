@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.unit.checkpoint.tiny import k3_config, linear_config, make
-from trimtab.arch.adapter import LoRATarget
+from trimtab.arch.adapter import LoRATarget, resolve_targets
 from trimtab.arch.load import load_arch
 from trimtab.arch.params import inventory
 from trimtab.arch.spec import ArchSpec
@@ -31,6 +31,7 @@ from trimtab.checkpoint.adapter import (
 from trimtab.checkpoint.load import load_model
 from trimtab.checkpoint.manifest import MANIFEST_NAME, verify_files
 from trimtab.errors import AdapterError
+from trimtab.models.context import ForwardContext
 from trimtab.verify.logits import probe_sequences, sequence_logits
 
 LEAVES = ("q_proj", "v_proj", "o_proj", "up_proj")
@@ -164,7 +165,7 @@ def test_spoiled_tensors(
     [
         ("peft_type", "IA3", "must be LORA"), ("use_dora", True, "not supported"),
         ("r", 8, "has rank 4"), ("r", "4", "positive number"), ("bias", "all", "must be none"),
-        ("modules_to_save", ["lm_head"], "not supported"),
+        ("modules_to_save", ["lm_head"], "only the projector"),
     ],
 )
 def test_spoiled_config(
@@ -229,3 +230,92 @@ def test_peft_reads_our_adapter_and_computes_the_same(tmp_path: Path) -> None:
         # float32 noise of transformers against float64 is 6e-6 here; a wrong scaling, axis order
         # or missing module changes logits by more than 1e-2
         assert float((theirs[f"logits.{n}"] - ours).abs().max()) <= 5e-5 * scale
+
+
+def _projector(arch: ArchSpec) -> list[LoRATarget]:
+    words = ["projector", "q_proj"]
+    return list(resolve_targets(arch, target_modules=words, rank=4, alpha=8))
+
+
+def _full_tensors(arch: ArchSpec) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(2)
+    return {
+        p.name: torch.randn(p.shape, generator=draw)
+        for p in inventory(arch) if p.owner == "projector"
+    }
+
+
+def test_a_projector_adapter_has_released_names(tmp_path: Path, arch: ArchSpec) -> None:
+    targets = _projector(arch)
+    tensors = random_tensors(targets)
+    save_adapter(tmp_path / "a", arch, targets, tensors, AdapterMeta("models/base"))
+    names = set(load_file(tmp_path / "a" / WEIGHTS_NAME))
+    assert "base_model.model.mm_projector.proj.0.lora_A.weight" in names
+    config = json.loads((tmp_path / "a" / CONFIG_NAME).read_text())
+    # A bare number would also name the tower's blocks and the decoder's layers.
+    assert {"mm_projector.proj.0", "mm_projector.proj.2", "q_proj"} == set(config["target_modules"])
+    assert config["modules_to_save"] is None
+    found = load_adapter(tmp_path / "a", arch)
+    assert all(torch.equal(found.tensors[n], tensors[n]) for n in tensors)
+
+
+def test_a_projector_trained_in_full_goes_through_modules_to_save(
+    tmp_path: Path, arch: ArchSpec
+) -> None:
+    targets = targets_of(arch)
+    tensors = {**random_tensors(targets), **_full_tensors(arch)}
+    save_adapter(tmp_path / "a", arch, targets, tensors, AdapterMeta("models/base"))
+    config = json.loads((tmp_path / "a" / CONFIG_NAME).read_text())
+    assert config["modules_to_save"] == ["mm_projector"]
+    stored = load_file(tmp_path / "a" / WEIGHTS_NAME)
+    assert "base_model.model.mm_projector.post_norm.weight" in stored
+    found = load_adapter(tmp_path / "a", arch)
+    assert found.tensors.keys() == tensors.keys()
+    assert all(torch.equal(found.tensors[n], tensors[n]) for n in tensors)
+    make(tmp_path / "m", k3_config())
+    model, _ = load_model(tmp_path / "m")
+    attach_adapter(model, found)
+    assert torch.equal(model.get_parameter("projector.proj.2.weight"),
+                       tensors["projector.proj.2.weight"])
+    with pytest.raises(AdapterError, match=r"projector\.post_norm\.weight"):
+        tensors.pop("projector.post_norm.weight")
+        save_adapter(tmp_path / "b", arch, targets, tensors, AdapterMeta("models/base"))
+
+
+@pytest.mark.parametrize("named", [["lm_head"], ["mm_projector", "lm_head"]])
+def test_only_the_projector_can_be_saved_in_full(
+    tmp_path: Path, arch: ArchSpec, named: list[str]
+) -> None:
+    targets = targets_of(arch)
+    tensors = {**random_tensors(targets), **_full_tensors(arch)}
+    save_adapter(tmp_path / "a", arch, targets, tensors, AdapterMeta("models/base"))
+    file = tmp_path / "a" / CONFIG_NAME
+    file.write_text(json.dumps({**json.loads(file.read_text()), "modules_to_save": named}))
+    with pytest.raises(AdapterError, match="only the projector"):
+        load_adapter(tmp_path / "a", arch)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("full", [False, True])
+def test_peft_computes_the_same_projector(tmp_path: Path, arch: ArchSpec, full: bool) -> None:
+    pytest.importorskip("peft")
+    make(tmp_path / "m", k3_config())
+    targets = targets_of(arch, ("q_proj",)) if full else _projector(arch)
+    tensors = random_tensors(targets) | (_full_tensors(arch) if full else {})
+    save_adapter(tmp_path / "a", arch, targets, tensors, AdapterMeta("models/base"))
+    script = Path(__file__).parents[2] / "parity/peft_projector.py"
+    command = [sys.executable, str(script), *(str(tmp_path / n) for n in ("m", "a", "out"))]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    theirs = load_file(tmp_path / "out")["out"]
+    model, _ = load_model(tmp_path / "m", base_dtype="fp32")
+    assert model.projector is not None
+    x = torch.linspace(-1, 1, 5 * 32).view(5, 32)
+    with torch.no_grad():
+        plain = model.projector(x, ForwardContext.packed([5]))
+        attach_adapter(model, load_adapter(tmp_path / "a", arch))
+        ours = model.projector(x, ForwardContext.packed([5]))
+    scale = float(ours.abs().max())
+    assert float((plain - ours).abs().max()) > 0.01 * scale, "the adapter must matter"
+    assert float((theirs - ours).abs().max()) <= 5e-6 * scale

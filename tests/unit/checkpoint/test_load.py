@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tests.unit.checkpoint.tiny import bit_equal, k3_config, linear_config, make, spoil
 from trimtab.arch.params import inventory
-from trimtab.arch.presets import preset_config
 from trimtab.checkpoint.load import load_model
 from trimtab.checkpoint.merge import copy_checkpoint
 from trimtab.checkpoint.save import save_checkpoint, tensors_from_model
@@ -148,25 +147,11 @@ def test_config_of_another_model(tmp_path: Path) -> None:
         load_model(tmp_path / "m")
 
 
-def test_vision_tensors_are_checked_and_kept_but_not_loaded(tmp_path: Path) -> None:
-    config = k3_config()
-    full = preset_config("kimi-k3")
-    config["vision_config"] = {
-        **full["vision_config"], "vt_num_hidden_layers": 1, "vt_hidden_size": 32,  # type: ignore[dict-item]
-        "vt_num_attention_heads": 2, "qkv_hidden_size": 32, "vt_intermediate_size": 32,
-        "init_pos_emb_height": 4, "init_pos_emb_width": 4, "mm_hidden_size": 32,
-        "text_hidden_size": 64,
-    }
-    config["media_placeholder_token_id"] = 3
-    arch = make(tmp_path / "m", config)
-    assert arch.vision is not None
+def test_vision_tensors_are_copied_byte_for_byte(tmp_path: Path) -> None:
+    make(tmp_path / "m")
     tensors = load_file(tmp_path / "m/model.safetensors")
     assert any(name.startswith("vision_tower.") for name in tensors)
-    model, _ = load_model(tmp_path / "m")
-    assert not any(name.startswith("vision") for name, _ in model.named_parameters())
     copy_checkpoint(open_source(tmp_path / "m"), tmp_path / "copy")
     names = ("m", "copy")
     one, two = ((tmp_path / n / "model.safetensors").read_bytes() for n in names)
     assert one == two
-    with pytest.raises(TrimtabError, match="no vision tensors"):
-        save_checkpoint(tmp_path / "x", arch, config, tensors_from_model(model, arch))
