@@ -99,11 +99,11 @@ class OptimizerSection(Section):
 class VisionSection(Section):
     """Training of the vision parts.
 
-    A run on text has no images, so that `projector: lora` makes no adapter there; the run says so.
+    A run on text has no images, so that nothing of the projector is trained there; the run says so.
 
     Attributes:
         tower: the vision tower; only `frozen` so far.
-        projector: `frozen`, or `lora` for an adapter on it.
+        projector: `frozen`, `lora` for an adapter on it, or `full` to train it itself.
     """
 
     tower: Literal["frozen", "lora", "full"] = "frozen"
@@ -113,13 +113,6 @@ class VisionSection(Section):
     @classmethod
     def _tower(cls, value: str) -> str:
         not_yet("", value, "frozen")
-        return value
-
-    @field_validator("projector")
-    @classmethod
-    def _projector(cls, value: str) -> str:
-        if value == "full":
-            raise fault("TT102", "", "full is not supported yet", "use lora or frozen")
         return value
 
 

@@ -103,6 +103,17 @@ def count_images(
     return total
 
 
+def has_images(file: RecordFile) -> bool:
+    """Whether any record of a file has an image; unreadable records are left to their reader."""
+    for index in range(len(file)):
+        try:
+            if message_images(file.record(index).messages):
+                return True
+        except DataError:
+            continue
+    return False
+
+
 def _token_counts(record: Record, processor: ImageProcessor | None) -> list[int]:
     sources = message_images(record.messages)
     if sources and processor is None:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from trimtab.checkpoint.adapter import load_adapter
+from trimtab.checkpoint.adapter import attach_adapter, load_adapter
 from trimtab.checkpoint.load import load_model
 from trimtab.config.evaluation import TaskSection
 from trimtab.config.recipe import Recipe
@@ -35,7 +35,7 @@ from trimtab.evaluate.report import (
 )
 from trimtab.evaluate.tasks import Answer, Question, answer_all
 from trimtab.models.decoder import CausalLM
-from trimtab.models.lora import disabled, inject, lora_parameters
+from trimtab.models.lora import disabled
 from trimtab.train.reporter import ConsoleReporter, Reporter
 
 COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -112,11 +112,7 @@ def load_with_adapter(
             progress=lambda done, total: update(100 * done // max(1, total), 100),
         )
     if adapter is not None:
-        stored = load_adapter(adapter, arch)
-        inject(model, stored.targets, seed=0)
-        with torch.no_grad():
-            for name, parameter in lora_parameters(model).items():
-                parameter.copy_(stored.tensors[name])
+        attach_adapter(model, load_adapter(adapter, arch))
     return model
 
 

@@ -20,8 +20,9 @@ from trimtab.checkpoint.adapter import load_adapter
 from trimtab.errors import AdapterError
 from trimtab.models.context import ForwardContext
 from trimtab.models.decoder import CausalLM
-from trimtab.models.linear import Linear
-from trimtab.models.lora import disabled, lora_modules
+from trimtab.models.full import full_modules
+from trimtab.models.linear import Linear, RMSNorm
+from trimtab.models.lora import LoRA, disabled, lora_modules
 from trimtab.models.tape import ChoiceTape
 from trimtab.train.batch import MicroBatch, on_device
 from trimtab.verdict import Verdict
@@ -35,21 +36,31 @@ MERGE_LIMIT: dict[torch.dtype, float] = {
 """Largest logit difference over the largest logit, by compute dtype, routing held fixed."""
 
 
-def check_gradients(parameters: Mapping[str, Parameter]) -> None:
+def check_gradients(parameters: Mapping[str, Parameter], *, saw_images: bool) -> list[str]:
     """After the first backward pass every lora_B has moved off zero gradient.
+
+    Args:
+        parameters: all trainable tensors by name.
+        saw_images: False excuses the projector.
+
+    Returns:
+        Tensors of a projector that no image has reached yet.
 
     Raises:
         AdapterError: TT504, naming the first silent tensors.
     """
     silent = [
         name for name, p in parameters.items()
-        if name.endswith(".lora.B") and (p.grad is None or not bool(p.grad.any()))
+        if not name.endswith(".lora.A") and (p.grad is None or not bool(p.grad.any()))
     ]
+    waiting = [name for name in silent if name.startswith("projector.") and not saw_images]
+    silent = [name for name in silent if name not in waiting]
     if silent:
         raise AdapterError(
             "TT504", silent[0], f"{len(silent)} adapters got no gradient in the first step: "
             f"{', '.join(silent[:5])}",
         )
+    return waiting
 
 
 def check_adapter_file(
@@ -107,21 +118,28 @@ def _logits(model: CausalLM, batch: MicroBatch, tape: ChoiceTape) -> Tensor:
 @contextmanager
 def _merged(model: CausalLM, *, rounded: bool) -> Iterator[None]:
     """Adapted modules carry merged weights and no adapter inside the block."""
-    kept = []
+    kept: list[tuple[Linear | RMSNorm, Parameter, LoRA | None]] = [
+        (module, module.weight, None) for _, module, _ in full_modules(model)
+    ]
+    storage = {id(module): frozen.weight.dtype for _, module, frozen in full_modules(model)}
     for name, lora in lora_modules(model).items():
         module = model.get_submodule(name)
         assert isinstance(module, Linear), f"{name} holds a LoRA child but is no Linear"
         kept.append((module, module.weight, lora))
     try:
-        for module, weight, lora in kept:
+        for module, weight, child in kept:
             wide = torch.promote_types(weight.dtype, torch.float32)
-            # In the wide type throughout: a float32 product would show in a float64 base.
-            merged = weight.to(wide) + (lora.B.to(wide) @ lora.A.to(wide)) * lora.scaling
-            merged = merged.to(weight.dtype) if rounded else merged
-            module.weight = Parameter(merged, requires_grad=False)
-            module.lora = None
+            merged = weight.detach().to(wide)
+            if child is not None:
+                # In the wide type throughout: a float32 product would show in a float64 base.
+                merged = merged + (child.B.to(wide) @ child.A.to(wide)) * child.scaling
+            dtype = storage.get(id(module), weight.dtype)
+            module.weight = Parameter(merged.to(dtype) if rounded else merged, requires_grad=False)
+            if isinstance(module, Linear):
+                module.lora = None
         yield
     finally:
-        for module, weight, lora in kept:
+        for module, weight, child in kept:
             module.weight = weight
-            module.lora = lora
+            if isinstance(module, Linear):
+                module.lora = child

@@ -27,10 +27,12 @@ from trimtab.data.stream import DataStream
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.errors import RunError
 from trimtab.models.decoder import CausalLM
-from trimtab.models.lora import inject, lora_parameters
+from trimtab.models.full import train_full
+from trimtab.models.lora import inject, trainable_parameters
 from trimtab.train.adapter_check import check_adapter_file, check_gradients, check_merge
 from trimtab.train.batch import micro_batches
 from trimtab.train.identity import fixed_hash
+from trimtab.train.images import describe_features, first_with_images
 from trimtab.train.memory import peak_memory_gib
 from trimtab.train.metrics import MetricsWriter
 from trimtab.train.optimizer import OptimizerOptions, build_optimizer, set_learning_rate
@@ -164,8 +166,6 @@ def _open_stream(recipe: Recipe, plan: RunPlan, say: Reporter) -> DataStream:
                               limit=_IMAGES_CHECKED)
         if totals.images or totals.left_out:
             say.say(f"{source.path}: {totals}")
-            say.say(f"image features: [tokens, {plan.arch.hidden_size}] in the compute dtype, in "
-                    f"place of the embeddings of token {plan.arch.image_token_id}")
     return DataStream(data, tokenizer, recipe.seed, plan.arch.vocab_size, processor)
 
 
@@ -201,15 +201,17 @@ def _assemble(
     with say.progress("loading weights (%)") as update:
         model, _ = load_model(
             recipe.model.path, base_dtype=length.base_dtype, compute_dtype=compute,
-            progress=lambda done, total: update(100 * done // max(1, total), 100),
+            vision=plan.vision, progress=lambda done, total: update(100 * done // max(1, total), 100),
         )
     inject(model, plan.targets, recipe.seed)
-    parameters = lora_parameters(model)
+    if plan.full:
+        train_full(model, "projector")
+    parameters = trainable_parameters(model)
     settings = length.optimizer
-    options = OptimizerOptions(
-        settings.lr, {str(k): v for k, v in settings.lr_by_branch.items()}, settings.weight_decay,
-        lora_b_lr_ratio=settings.lora_b_lr_ratio,
-    )
+    # A rate for the projector stands in recipes whose data has no images; the plan says so.
+    rates = {str(k): v for k, v in settings.lr_by_branch.items() if k != "projector" or plan.vision}
+    options = OptimizerOptions(settings.lr, rates, settings.weight_decay,
+                               lora_b_lr_ratio=settings.lora_b_lr_ratio)
     return _Job(
         recipe, plan, run, model, parameters,
         build_optimizer(parameters, plan.targets, options), stream,
@@ -261,6 +263,7 @@ def _run_steps(
     parameters = list(job.parameters.values())
     batch, saving = job.plan.batch, job.recipe.checkpoint
     started, before = time.perf_counter(), record.wall_s
+    described = False
     with (
         MetricsWriter(job.run.metrics, keep_through=state.step) as metrics,
         say.progress("training") as update,
@@ -268,12 +271,16 @@ def _run_steps(
         for step in range(state.step, job.total_steps):
             begun = time.perf_counter()
             packs = [job.stream.next_pack() for _ in range(batch.packs_per_step)]
+            described = described or _describe_images(job, packs, say)
             rate = set_learning_rate(job.optimizer, job.schedule.factor(step))
             load = RouterLoad()
             result = train_step(job.model, packs, parameters, job.optimizer, step=step,
                                 options=job.options, load=load)
             if step == 0 and not result.skipped:
-                check_gradients(job.parameters)
+                saw_images = any(pack.images for pack in packs)
+                waiting = check_gradients(job.parameters, saw_images=saw_images)
+                if waiting:
+                    say.say(f"no image in the first step: no gradient yet in {', '.join(waiting)}")
             losses.append(result.loss)
             metrics.write(_row(job, step, rate, result, packs, load, time.perf_counter() - begun))
             update(step + 1, job.total_steps, f"loss {result.loss:.4f}")
@@ -289,6 +296,14 @@ def _run_steps(
     elapsed = record.wall_s - before
     speed = len(losses) * batch.tokens_per_step / elapsed if losses else 0.0
     return losses, speed, record
+
+
+def _describe_images(job: _Job, packs: Sequence[Pack], say: Reporter) -> bool:
+    """Say once what the first images become; True where there were some."""
+    batch = first_with_images(micro_batches(packs, job.plan.batch))
+    if batch is not None:
+        say.say(describe_features(job.model, batch))
+    return batch is not None
 
 
 def _row(

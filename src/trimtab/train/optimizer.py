@@ -42,7 +42,8 @@ def build_optimizer(
     """AdamW with one group per distinct learning rate, in parameter order.
 
     Args:
-        parameters: `{fqn}.lora.A` and `{fqn}.lora.B` to float32 parameters.
+        parameters: `{fqn}.lora.A`, `{fqn}.lora.B` and weights of a projector trained in full, to
+            float32 parameters.
         targets: where each adapter belongs, for its branch.
         options: rates and moments.
 
@@ -50,6 +51,7 @@ def build_optimizer(
         ConfigError: a branch of `lr_by_branch` has no adapter.
     """
     branches = {target.fqn: target.branch for target in targets}
+    branches.update({name: "projector" for name in parameters if ".lora." not in name})
     unused = set(options.lr_by_branch) - set(branches.values()) - _covering(branches)
     if unused:
         word = sorted(unused)[0]
@@ -60,9 +62,9 @@ def build_optimizer(
         )
     groups: dict[float, list[Parameter]] = {}
     for name, parameter in parameters.items():
-        fqn, matrix = name.rsplit(".lora.", 1)
+        fqn = name.partition(".lora.")[0]
         rate = _rate(options, branches[fqn])
-        if matrix.startswith("B"):
+        if name.endswith(".lora.B"):
             rate *= options.lora_b_lr_ratio
         groups.setdefault(rate, []).append(parameter)
     # foreach and fused variants may sum in another order on another device; the plain loop is

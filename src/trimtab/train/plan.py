@@ -1,18 +1,28 @@
 """What a run will do, known before any weight is read: targets and batch arithmetic.
 
-Knows: recipes and architectures. Does not know: torch, weights, data.
+Knows: recipes, architectures, whether records have images. Does not know: torch, weights.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from trimtab.arch.adapter import LoRATarget, TargetTable, resolve_targets, target_table
+from trimtab.arch.adapter import (
+    LoRATarget,
+    TargetTable,
+    full_targets,
+    resolve_targets,
+    target_table,
+)
 from trimtab.arch.load import load_arch
-from trimtab.arch.params import inventory
+from trimtab.arch.params import ParamSpec, inventory
 from trimtab.arch.spec import ArchSpec
 from trimtab.checkpoint.source import open_source
 from trimtab.config.recipe import Recipe
+from trimtab.data.image_totals import has_images
+from trimtab.data.records import open_records
+from trimtab.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +72,8 @@ class RunPlan:
         batch: how a global batch is cut.
         steps: optimisation steps, None where the recipe counts epochs.
         base_parameters: elements of the text model.
+        full: parameters trained without LoRA, those of the projector or none.
+        vision: tower and projector take part.
     """
 
     arch: ArchSpec
@@ -70,6 +82,8 @@ class RunPlan:
     batch: BatchPlan
     steps: int | None
     base_parameters: int
+    full: tuple[ParamSpec, ...] = ()
+    vision: bool = False
 
     @property
     def trainable_share(self) -> float:
@@ -100,20 +114,61 @@ class RunPlan:
 def plan_run(recipe: Recipe) -> RunPlan:
     """Resolve targets and batch arithmetic from the recipe and the model's config.json.
 
+    Records are read up to the first image, if the model takes images.
+
     Raises:
         AdapterError: see `resolve_targets`.
+        ConfigError: TT105, `vision.projector` and the targets contradict.
         ArchError, CheckpointError: the model's config cannot be read.
     """
     source = open_source(recipe.model.path)
     arch = load_arch(source.config(), source.where)
-    lora, batch = recipe.finetune.lora, recipe.finetune.batch
-    targets = resolve_targets(
-        arch, target_modules=lora.target_modules, rank=lora.rank, alpha=lora.alpha,
-        dropout=lora.dropout, scaling=lora.scaling, experts=lora.experts,
-    )
+    batch = recipe.finetune.batch
+    targets, full, note, vision = _choose(recipe, arch)
+    table = target_table(arch, targets, full)
+    if note is not None:
+        table = replace(table, notes=(*table.notes, note))
     text = sum(p.numel for p in inventory(arch) if p.owner not in ("vision", "projector"))
     return RunPlan(
-        arch, targets, target_table(arch, targets),
+        arch, targets, table,
         BatchPlan(batch.tokens_per_step, batch.micro_batch_tokens, recipe.finetune.data.max_seq_len),
-        recipe.finetune.steps, text,
+        recipe.finetune.steps, text, full, vision,
+    )
+
+
+def _choose(
+    recipe: Recipe, arch: ArchSpec
+) -> tuple[tuple[LoRATarget, ...], tuple[ParamSpec, ...], str | None, bool]:
+    """LoRA targets, parameters trained in full, a note on the projector, and if vision is used."""
+    mode = recipe.finetune.vision.projector
+    words = recipe.finetune.lora.target_modules
+    targets = _resolve(recipe, arch, words)
+    named = any(target.owner == "projector" for target in targets)
+    if named and mode != "lora":
+        raise ConfigError(
+            "TT105", "finetune.lora.target_modules",
+            f"names the projector, but finetune.vision.projector is {mode}",
+            hint="set finetune.vision.projector to lora, or leave the projector out of the targets",
+        )
+    if arch.vision is None:
+        if mode == "full":
+            full_targets(arch)  # says that there is no projector
+        return targets, (), None, False
+    data = recipe.finetune.data
+    paths = [source.path for source in (data.domain, data.general) if source is not None]
+    if not any(has_images(open_records(path)) for path in paths):
+        note = "the data has no images: nothing trains the projector (finetune.vision.projector: "
+        return targets, (), None if mode == "frozen" else f"{note}{mode})", named
+    if mode == "full":
+        return targets, full_targets(arch), None, True
+    if mode == "lora" and not named:
+        targets = _resolve(recipe, arch, (*words, "projector"))
+    return targets, (), "the projector is frozen" if mode == "frozen" else None, True
+
+
+def _resolve(recipe: Recipe, arch: ArchSpec, words: Sequence[str]) -> tuple[LoRATarget, ...]:
+    lora = recipe.finetune.lora
+    return resolve_targets(
+        arch, target_modules=words, rank=lora.rank, alpha=lora.alpha,
+        dropout=lora.dropout, scaling=lora.scaling, experts=lora.experts,
     )
