@@ -48,14 +48,25 @@ def dump(
     dtype: Annotated[
         Literal["float32", "float64", "bfloat16"], typer.Option(help="compute dtype")
     ] = "float32",
+    images: Annotated[
+        str | None,
+        typer.Option(help='file {"images": [[path or base64, ...] per sequence]}, or .safetensors '
+                     "with patches.N and grids.N"),
+    ] = None,
     as_json: _Json = False,
 ) -> None:
     """Write logits, losses and hidden states of given tokens to OUT/tensors.safetensors."""
-    from trimtab.verify.dump import read_sequences, write_dump
+    from trimtab.verify.dump import COMPUTE, read_sequences, write_dump
 
-    sequences = read_sequences(input_ids)
+    sequences, batches = read_sequences(input_ids), None
+    if images is not None:
+        from trimtab.verify.images import images_for
+
+        wide = COMPUTE["float64" if dtype == "float64" else "float32"]
+        sequences, batches = images_for(model, images, sequences, wide)
     with byte_progress("loading") as progress:
-        count = write_dump(model, sequences, out, dtype, where=input_ids, progress=progress)
+        count = write_dump(model, sequences, out, dtype, images=batches, where=input_ids,
+                           progress=progress)
     if as_json:
         print_json({"out": out, "tensors": count, "sequences": len(sequences), "dtype": dtype})
     else:

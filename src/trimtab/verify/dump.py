@@ -2,8 +2,9 @@
 
 Knows: the names and dtypes of a dump, how two dumps are compared. Does not know: other tools.
 
-A dump holds `logits.N` [T, W], `loss.N` (float64 scalar, mean over the T-1 next-token labels),
-and `hidden.N.embed`, `hidden.N.L`, `hidden.N.final` [T, D] for sequence N and layer L.
+A dump holds `logits.N` [T, W], `loss.N` (float64 scalar, mean over the T-1 next-token labels,
+placeholders of images left out), and `hidden.N.embed` (image features in place), `hidden.N.L`,
+`hidden.N.final` [T, D] for sequence N and layer L.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from trimtab.checkpoint.load import load_model
 from trimtab.checkpoint.manifest import check_output, inventory_hash, read_manifest, write_artefact
 from trimtab.checkpoint.source import Source, open_source
 from trimtab.errors import CheckpointError, DataError
-from trimtab.models.context import ForwardContext
+from trimtab.models.context import ForwardContext, ImageBatch
 from trimtab.models.decoder import CausalLM
 from trimtab.verdict import Verdict
 
 DumpDtype = Literal["float32", "float64", "bfloat16"]
 DUMP_FILE = "tensors.safetensors"
+_IGNORED = -100
 DEFAULT_LIMITS: dict[str, float] = {"float64": 1e-10, "float32": 5e-5, "bfloat16": 2e-2}
 
-_COMPUTE: dict[DumpDtype, torch.dtype] = {
+COMPUTE: dict[DumpDtype, torch.dtype] = {
     "float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16,
 }
 
@@ -77,6 +79,7 @@ def write_dump(
     dst: str | Path,
     dtype: DumpDtype = "float32",
     *,
+    images: Sequence[ImageBatch | None] | None = None,
     where: str = "input",
     progress: Progress | None = None,
 ) -> int:
@@ -87,6 +90,7 @@ def write_dump(
         sequences: token ids.
         dst: new directory.
         dtype: compute dtype; float64 also keeps the weights in float64.
+        images: of each sequence, None where it has none; see `verify.images`.
         where: name of the input in messages.
         progress: called while weights are loaded, with bytes done and in all.
 
@@ -102,11 +106,12 @@ def write_dump(
     check_token_ids(sequences, load_arch(source.config(), source.where).vocab_size, where)
     model, arch = load_model(
         model_path, base_dtype="fp64" if dtype == "float64" else "bf16",
-        compute_dtype=_COMPUTE[dtype], progress=progress,
+        compute_dtype=COMPUTE[dtype], progress=progress,
     )
     tensors: dict[str, Tensor] = {}
     for number, ids in enumerate(sequences):
-        tensors.update(run_sequence(model, ids, number))
+        batch = None if images is None else images[number]
+        tensors.update(run_sequence(model, ids, number, batch))
     extra = {"dtype": dtype, "sequences": [list(ids) for ids in sequences]}
     with write_artefact(
         dst, "dump", source_fingerprint=source.fingerprint(),
@@ -117,7 +122,9 @@ def write_dump(
 
 
 @torch.no_grad()
-def run_sequence(model: CausalLM, ids: Sequence[int], number: int) -> dict[str, Tensor]:
+def run_sequence(
+    model: CausalLM, ids: Sequence[int], number: int, images: ImageBatch | None = None
+) -> dict[str, Tensor]:
     """The dump tensors of one sequence, see the module's docstring."""
     found: dict[str, Tensor] = {}
 
@@ -125,10 +132,14 @@ def run_sequence(model: CausalLM, ids: Sequence[int], number: int) -> dict[str, 
         found[f"hidden.{number}.{name}"] = value.detach().clone()
 
     tokens = torch.tensor(ids, dtype=torch.int64)
-    logits = model.logits(model(tokens, ForwardContext.packed([len(ids)], observe=observe)))
+    context = ForwardContext.packed([len(ids)], observe=observe, images=images)
+    logits = model.logits(model(tokens, context))
     found[f"logits.{number}"] = logits.clone()
-    if len(ids) > 1:
-        loss = torch.nn.functional.cross_entropy(logits[:-1].double(), tokens[1:])
+    labels = tokens[1:].clone()
+    if images is not None:
+        labels[tokens[1:] == model.arch.image_token_id] = _IGNORED
+    if bool((labels != _IGNORED).any()):
+        loss = torch.nn.functional.cross_entropy(logits[:-1].double(), labels, ignore_index=_IGNORED)
         found[f"loss.{number}"] = loss
     return found
 

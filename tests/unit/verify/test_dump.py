@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from tests.unit.checkpoint.tiny import make
 from trimtab.errors import DataError, TrimtabError
@@ -18,6 +22,7 @@ from trimtab.verify.dump import (
     read_sequences,
     write_dump,
 )
+from trimtab.verify.images import images_for
 
 SEQUENCES = [[5, 6, 7, 8, 9, 10], [11], [12, 13]]
 
@@ -95,3 +100,89 @@ def test_existing_output_is_refused_first(tmp_path: Path) -> None:
 def test_sequences_are_read_as_written(tmp_path: Path) -> None:
     (tmp_path / "ids.json").write_text(json.dumps({"sequences": SEQUENCES}))
     assert read_sequences(tmp_path / "ids.json") == SEQUENCES
+
+
+def _picture(path: Path, size: tuple[int, int], seed: int) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), np.uint8)
+    Image.fromarray(pixels).save(path, "PNG")
+    return path.read_bytes()
+
+
+IMAGE_SEQUENCES = [[5, 3, 3, 6, 3, 7], [8, 9]]
+
+
+def test_images_by_path_by_base64_and_as_patches_give_the_same_dump(tmp_path: Path) -> None:
+    arch = make(tmp_path / "m")
+    assert arch.image_token_id == 3
+    _picture(tmp_path / "a.png", (30, 20), 1)
+    second = base64.b64encode(_picture(tmp_path / "b.png", (28, 28), 2)).decode()
+    paths, texts, patches = (tmp_path / n for n in ("p.json", "t.json", "x.safetensors"))
+    paths.write_text(json.dumps({"images": [["a.png", str(tmp_path / "b.png")], []]}))
+    texts.write_text(json.dumps({"images": [["a.png", second], []]}))
+    ids, found = images_for(tmp_path / "m", paths, IMAGE_SEQUENCES, torch.float64)
+    assert ids == IMAGE_SEQUENCES and found[1] is None
+    assert found[0] is not None and found[0].grids == ((1, 2, 4), (1, 2, 2))
+    assert found[0].rows.tolist() == [1, 2, 4] and found[0].patches.dtype is torch.float64
+    save_file({"patches.0": found[0].patches, "grids.0": torch.tensor(found[0].grids)}, patches)
+    dumps = []
+    for n, file in enumerate((paths, texts, patches)):
+        ids, batches = images_for(tmp_path / "m", file, IMAGE_SEQUENCES, torch.float64)
+        write_dump(tmp_path / "m", ids, tmp_path / f"d{n}", "float64", images=batches)
+        dumps.append(load_file(tmp_path / f"d{n}" / DUMP_FILE))
+    write_dump(tmp_path / "m", IMAGE_SEQUENCES, tmp_path / "none", "float64")
+    plain = load_file(tmp_path / "none" / DUMP_FILE)
+    assert dumps[0].keys() == plain.keys()
+    assert all(torch.equal(dumps[0][n], d[n]) for d in dumps[1:] for n in plain)
+    moved = (dumps[0]["hidden.0.embed"] != plain["hidden.0.embed"]).any(-1)
+    assert moved.tolist() == [False, True, True, False, True, False]
+    assert torch.equal(dumps[0]["logits.1"], plain["logits.1"])
+    logprob = dumps[0]["logits.0"].log_softmax(-1)
+    wanted = -(logprob[2, 6] + logprob[4, 7]) / 2  # placeholders are nobody's labels
+    assert float(dumps[0]["loss.0"]) == pytest.approx(float(wanted), rel=1e-12)
+
+
+def test_one_placeholder_per_image_is_repeated(tmp_path: Path) -> None:
+    make(tmp_path / "m")
+    _picture(tmp_path / "a.png", (60, 28), 1)
+    file = tmp_path / "i.json"
+    file.write_text(json.dumps({"images": [["a.png"], []]}))
+    ids, found = images_for(tmp_path / "m", file, [[5, 3, 6], [8]])
+    assert ids == [[5, 3, 3, 3, 6], [8]]
+    assert found[0] is not None and found[0].patches.dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("value", "sequences", "code", "words"),
+    [
+        ({"images": [["a.png"]]}, [[5, 3, 3, 6]], "TT407", "2 placeholders .*need one each, or 3"),
+        ({"images": [[]]}, [[5, 3]], "TT407", "1 placeholders"),
+        ({"images": [["a.png"], []]}, [[3]], "TT401", "one list for each of 1"),
+        ({"images": ["a.png"]}, [[3]], "TT401", "must be"),
+        ({"images": [["nothing.png"]]}, [[3]], "TT406", "images\\[0\\]\\[0\\].*no such file"),
+        ({"images": [[7]]}, [[3]], "TT401", "images\\[0\\]\\[0\\]"),
+    ],
+)
+def test_images_that_do_not_fit_are_refused(
+    tmp_path: Path, value: object, sequences: list[list[int]], code: str, words: str
+) -> None:
+    make(tmp_path / "m")
+    _picture(tmp_path / "a.png", (60, 28), 1)
+    (tmp_path / "i.json").write_text(json.dumps(value))
+    with pytest.raises(DataError, match=words) as caught:
+        images_for(tmp_path / "m", tmp_path / "i.json", sequences)
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"patches.0": torch.zeros(4, 3, 14, 14)},
+        {"patches.7": torch.zeros(4, 3, 14, 14), "grids.7": torch.tensor([[1, 2, 2]])},
+        {"patches.0": torch.zeros(4, 3, 14, 14), "grids.0": torch.tensor([1, 2, 2])},
+    ],
+)
+def test_patches_of_another_form_are_refused(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+    make(tmp_path / "m")
+    save_file(tensors, tmp_path / "x.safetensors")
+    with pytest.raises(DataError, match="TT401"):
+        images_for(tmp_path / "m", tmp_path / "x.safetensors", [[3]])
