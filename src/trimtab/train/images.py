@@ -50,6 +50,7 @@ def describe_features(model: CausalLM, batch: MicroBatch) -> str:
         f"{_name(images.patches.dtype)} and weights in {_name(stored)}, one row per "
         f"{vision.merge_height} x {vision.merge_width} patches, row by row, "
         f"root mean square {_rms(features):.3g} (text rows {_rms(text):.3g}); "
+        f"written over the embeddings of token {model.arch.image_token_id}: "
         f"{len(images.rows)} placeholders = image tokens of {len(images.grids)} grids"
     )
 
