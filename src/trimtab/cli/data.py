@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -22,6 +23,7 @@ from trimtab.data.preview import (
     summarise_source,
     token_runs,
 )
+from trimtab.data.prompt import ImageProcessor, load_image_processor
 from trimtab.data.records import read_records
 from trimtab.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -35,7 +37,8 @@ _LOOKED_AT = 2000
 _PACKS = 8
 _LONGEST_SHOWN = 1200
 _STYLES = {"system": "magenta", "developer": "magenta", "user": "cyan", "tool": "yellow",
-           "assistant": "green", "text": "green", "template": "dim"}  # fmt: skip
+           "assistant": "green", "text": "green", "template": "dim",
+           "image": "black on yellow"}  # fmt: skip
 
 
 @app.callback()
@@ -49,21 +52,30 @@ def preview(
     count: Annotated[int, typer.Option("--n", min=0, help="records shown per source")] = 3,
     every: Annotated[bool, typer.Option("--all", help="add up all records")] = False,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="a.b=value")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="write a page to this file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
 ) -> None:
-    """Show records as tokens by role, with the loss mask, and totals per source."""
+    """Show records as tokens by role, with images and loss mask, and totals per source."""
     recipe = load_recipe(recipe_path, overrides or ())
-    tokenizer = load_tokenizer(recipe.model.path)
     section = recipe.finetune.data
+    tokenizer = load_tokenizer(recipe.model.path)
+    processor = load_image_processor(recipe.model.path, section.image)
     shown = {
         name: [
-            (record.where, token_runs(record, tokenizer))
+            (record.where, token_runs(record, tokenizer, processor, pictures=html is not None))
             for record in islice(read_records(path), count)
         ]
         for name, path in _paths(section)
     }
-    totals = _totals(section, tokenizer, None if every else _LOOKED_AT)
-    packs = summarise_packs(section, tokenizer, recipe.seed, _PACKS)
+    totals = _totals(section, tokenizer, processor, None if every else _LOOKED_AT)
+    packs = summarise_packs(section, tokenizer, recipe.seed, _PACKS, processor)
+    if html is not None:
+        from trimtab.checkpoint.manifest import write_atomic
+        from trimtab.data.preview_page import preview_page
+
+        html.parent.mkdir(parents=True, exist_ok=True)
+        page = preview_page(recipe_path, section, shown, totals, packs)
+        write_atomic(html, page.encode())
     if as_json:
         sys.stdout.write(json.dumps(_as_dict(shown, totals, packs), ensure_ascii=False) + "\n")
     else:
@@ -77,7 +89,10 @@ def _paths(section: DataSection) -> Iterator[tuple[str, str]]:
 
 
 def _totals(
-    section: DataSection, tokenizer: Tokenizer, limit: int | None
+    section: DataSection,
+    tokenizer: Tokenizer,
+    processor: ImageProcessor | None,
+    limit: int | None,
 ) -> dict[str, SourceSummary]:
     from rich.console import Console
     from rich.progress import Progress
@@ -87,7 +102,9 @@ def _totals(
         for name, path in _paths(section):
             task = progress.add_task(f"reading {name}", total=limit)
             advance = partial(progress.advance, task)
-            totals[name] = summarise_source(path, section, tokenizer, limit, advance)
+            totals[name] = summarise_source(
+                path, section, tokenizer, limit, advance, processor
+            )
     return totals
 
 
@@ -138,7 +155,8 @@ def _coloured(runs: list[Run]) -> Text:
             text.append("\u00ab" if run.supervised else "\u00bb", style="bold")
             inside = run.supervised
         bold = " bold" if run.supervised else ""
-        text.append(run.text, style=_STYLES.get(run.role, "") + bold)
+        shown = f"[{run.text}]" if run.image is not None else run.text
+        text.append(shown, style=_STYLES.get(run.role, "") + bold)
     if inside:
         text.append("\u00bb", style="bold")
     if len(text) > _LONGEST_SHOWN:
@@ -155,20 +173,30 @@ def _print_totals(
 
     table = Table(box=None, pad_edge=False)
     table.add_column("source")
-    for name in ("records", "looked at", "tokens", "in the loss", "longest", "too long", "share"):
+    columns = ("records", "looked at", "tokens", "in the loss", "longest", "too long", "images",
+               "share")  # fmt: skip
+    for name in columns:
         table.add_column(name, justify="right")
     for name, total in totals.items():
         supervised = total.supervised / total.tokens if total.tokens else 0.0
         table.add_row(
             name, f"{total.records:,}", f"{total.looked_at:,}", f"{total.tokens:,}",
             f"{supervised:.0%}", f"{total.longest:,}", f"{total.overlong:,} ({section.overlong})",
-            f"{packs.shares.get(name, 0.0):.3f}",
+            f"{total.images:,}", f"{packs.shares.get(name, 0.0):.3f}",
         )  # fmt: skip
     console.print(table)
     console.print(
         f"\npacks of {section.max_seq_len}: the first {packs.packs} hold {packs.records} records, "
         f"{packs.filled:.1%} filled, {packs.supervised:.1%} of positions in the loss"
     )
+    for name, total in totals.items():
+        if total.images:
+            sizes = total.image_sizes
+            console.print(
+                f"{name}: {total.images:,} images of {min(sizes):,} to {max(sizes):,} tokens, "
+                f"{total.image_tokens / total.images:,.1f} on average, "
+                f"{total.image_tokens / max(1, total.tokens):.1%} of the tokens"
+            )
     dropped = sum(total.unreadable for total in totals.values())
     if dropped:
-        console.print(f"{dropped} unreadable records are left out (on_error: skip)")
+        console.print(f"{dropped} records are left out as unreadable or with too long images")

@@ -1,20 +1,46 @@
-"""What a recipe's data looks like to the model: token runs by origin, and totals.
+"""What a recipe's data looks like to the model: token runs by origin, images, and totals.
 
-Knows: records, tokenizers, streams. Does not know: terminals.
+Knows: records, tokenizers, streams. Does not know: terminals, pages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trimtab.config.recipe import DataSection
 from trimtab.data.encode import Encoded, encode_record
+from trimtab.data.image_source import message_images, thumbnail
 from trimtab.data.packing import Pack
-from trimtab.data.records import JsonlFile, Record
+from trimtab.data.prompt import ImageProcessor, Prompt, build_prompt, may_leave_out
+from trimtab.data.records import Record, open_records
 from trimtab.data.stream import DataStream
 from trimtab.data.tokenizer import Tokenizer
 from trimtab.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class ImageBox:
+    """One image as the model takes it.
+
+    Args:
+        width: of the original, in pixels.
+        height: of the original, in pixels.
+        rows: of tokens.
+        columns: of tokens.
+        picture: a small copy as a data: URL, empty where none was asked for.
+    """
+
+    width: int
+    height: int
+    rows: int
+    columns: int
+    picture: str = ""
+
+    def __str__(self) -> str:
+        count = self.rows * self.columns
+        unit = "token" if count == 1 else "tokens"
+        return f"image {self.width}x{self.height}: {self.rows}x{self.columns} = {count} {unit}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +48,19 @@ class Run:
     """Neighbouring tokens of one origin.
 
     Args:
-        text: decoded.
-        role: role of the message, `text` for plain text, `template` for the format's own.
+        text: decoded, or what an image is.
+        role: role of the message, `text` for plain text, `template` for the format's own, `image`
+            for the placeholders of one image.
         supervised: the tokens enter the loss.
         num_tokens: how many they are.
+        image: the image.
     """
 
     text: str
     role: str
     supervised: bool
     num_tokens: int
+    image: ImageBox | None = None
 
 
 @dataclass(slots=True)
@@ -46,7 +75,8 @@ class SourceSummary:
         supervised: tokens that enter the loss.
         longest: tokens of the longest record before cutting.
         overlong: records longer than the longest length.
-        unreadable: records left out because `on_error` is skip.
+        unreadable: records left out because `on_error` is skip, or their images are too long.
+        image_sizes: number of images by tokens they take.
     """
 
     path: str
@@ -57,6 +87,17 @@ class SourceSummary:
     longest: int = 0
     overlong: int = 0
     unreadable: int = 0
+    image_sizes: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def images(self) -> int:
+        """Images in the records looked at."""
+        return sum(self.image_sizes.values())
+
+    @property
+    def image_tokens(self) -> int:
+        """Their tokens."""
+        return sum(size * count for size, count in self.image_sizes.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +110,8 @@ class PackSummary:
         filled: share of positions that are not padding.
         supervised: share of positions that enter the loss.
         shares: share of the tokens by source.
+        images: images in them.
+        image_share: share of positions that are image tokens.
     """
 
     packs: int
@@ -76,27 +119,78 @@ class PackSummary:
     filled: float
     supervised: float
     shares: dict[str, float]
+    images: int = 0
+    image_share: float = 0.0
 
 
-def token_runs(record: Record, tokenizer: Tokenizer) -> list[Run]:
-    """Cut a record into runs of tokens with one role and one loss mask."""
+def token_runs(
+    record: Record,
+    tokenizer: Tokenizer,
+    processor: ImageProcessor | None = None,
+    *,
+    pictures: bool = False,
+) -> list[Run]:
+    """Cut a record into runs of tokens with one role and one loss mask.
+
+    Args:
+        record: text or conversation.
+        tokenizer: of the model.
+        processor: of the model; None for a model of text only.
+        pictures: put a small copy of each image into its box.
+    """
     if record.text is not None:
         encoded = encode_record(record, tokenizer)
+        prompt = Prompt(encoded.token_ids.tolist(), encoded.loss_mask.tolist(), [])
         origins = ["text"] * len(encoded)
-        ids, mask = encoded.token_ids.tolist(), encoded.loss_mask.tolist()
     else:
-        rendered = tokenizer.render(record.messages, record.tools)
+        prompt = build_prompt(
+            record.messages, tokenizer, processor, where=record.where, tools=record.tools
+        )
         roles = [str(message["role"]) for message in record.messages]
-        origins = ["template" if m is None else roles[m] for m in rendered.messages]
-        ids, mask = rendered.token_ids, rendered.loss_mask
+        origins = ["template" if m is None else roles[m] for m in prompt.messages]
+    boxes = _boxes(record, prompt, processor, pictures)
+    owners = _image_of_token(prompt)
+    # Neighbours with the same three belong to one run.
+    keys = list(zip(origins, prompt.loss_mask, owners, strict=True))
     runs: list[Run] = []
     begin = 0
-    for end in range(1, len(ids) + 1):
-        if end == len(ids) or (origins[end], mask[end]) != (origins[begin], mask[begin]):
-            text = tokenizer.decode(ids[begin:end])
-            runs.append(Run(text, origins[begin], bool(mask[begin]), end - begin))
+    for end in range(1, len(keys) + 1):
+        if end == len(keys) or keys[end] != keys[begin]:
+            origin, supervised, image = keys[begin]
+            if image is not None:
+                box = boxes[image]
+                runs.append(Run(str(box), "image", supervised, end - begin, box))
+            else:
+                text = tokenizer.decode(prompt.token_ids[begin:end])
+                runs.append(Run(text, origin, supervised, end - begin))
             begin = end
     return runs
+
+
+def _image_of_token(prompt: Prompt) -> list[int | None]:
+    """Number of the image that each token stands for, None for text."""
+    owners: list[int | None] = [None] * len(prompt.token_ids)
+    rows = iter(prompt.image_rows)
+    for number, image in enumerate(prompt.images):
+        for _ in range(image.num_tokens):
+            owners[next(rows)] = number
+    return owners
+
+
+def _boxes(
+    record: Record, prompt: Prompt, processor: ImageProcessor | None, pictures: bool
+) -> list[ImageBox]:
+    if processor is None:
+        return []
+    rule, root = processor.rule, processor.limits.root
+    sources = message_images(record.messages)
+    boxes = []
+    for source, image in zip(sources, prompt.images, strict=True):
+        _, rows, columns = image.grid
+        picture = thumbnail(source.read(root)) if pictures else ""
+        boxes.append(ImageBox(image.width, image.height, rows // rule.merge_height,
+                              columns // rule.merge_width, picture))  # fmt: skip
+    return boxes
 
 
 def summarise_source(
@@ -105,27 +199,29 @@ def summarise_source(
     tokenizer: Tokenizer,
     limit: int | None,
     advance: Callable[[float], None] | None = None,
+    processor: ImageProcessor | None = None,
 ) -> SourceSummary:
     """Encode the first records of a file and add up.
 
     Args:
-        path: JSONL file.
+        path: JSONL or Parquet file.
         data: for the longest length and what to do with unreadable records.
         tokenizer: of the model.
         limit: how many records to read; None for all.
         advance: called with 1 after each record, for a progress bar.
+        processor: of the model's images; None for a model of text only.
 
     Raises:
-        DataError: TT401, TT402, TT404 unless `on_error` is skip.
+        DataError: TT401, TT402, TT404, TT406, TT407 unless the recipe leaves such records out.
     """
-    file = JsonlFile(path)
+    file = open_records(path)
     total = SourceSummary(path, len(file))
     for index in range(len(file) if limit is None else min(limit, len(file))):
         total.looked_at += 1
         try:
-            encoded = encode_record(file.record(index), tokenizer)
-        except DataError:
-            if data.on_error == "error":
+            encoded = encode_record(file.record(index), tokenizer, processor)
+        except DataError as error:
+            if not may_leave_out(error, data):
                 raise
             total.unreadable += 1
             continue
@@ -141,11 +237,20 @@ def _add(total: SourceSummary, encoded: Encoded, max_seq_len: int) -> None:
     kept = encoded.truncated(max_seq_len)
     total.tokens += len(kept)
     total.supervised += kept.num_supervised
+    for image in encoded.images:
+        size = image.num_tokens
+        total.image_sizes[size] = total.image_sizes.get(size, 0) + 1
 
 
-def summarise_packs(data: DataSection, tokenizer: Tokenizer, seed: int, count: int) -> PackSummary:
+def summarise_packs(
+    data: DataSection,
+    tokenizer: Tokenizer,
+    seed: int,
+    count: int,
+    processor: ImageProcessor | None = None,
+) -> PackSummary:
     """Build the first packs of a run and measure how full they are."""
-    stream = DataStream(data, tokenizer, seed)
+    stream = DataStream(data, tokenizer, seed, processor=processor)
     packs: list[Pack] = [stream.next_pack() for _ in range(count)]
     positions = count * data.max_seq_len
     tokens: dict[str, int] = {}
@@ -159,4 +264,6 @@ def summarise_packs(data: DataSection, tokenizer: Tokenizer, seed: int, count: i
         filled=fed / positions,
         supervised=sum(pack.num_supervised for pack in packs) / positions,
         shares={name: number / fed for name, number in tokens.items()},
+        images=sum(len(pack.images) for pack in packs),
+        image_share=sum(len(pack.image_rows) for pack in packs) / positions,
     )
