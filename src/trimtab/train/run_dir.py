@@ -164,7 +164,7 @@ def input_hashes(recipe: Recipe) -> dict[str, str]:
 def versions() -> dict[str, str]:
     """Versions that a number may depend on."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in ("trimtab", "torch", "numpy", "safetensors", "tokenizers"):
+    for package in ("trimtab", "torch", "numpy", "safetensors", "tokenizers", "pillow"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
