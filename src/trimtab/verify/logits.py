@@ -10,19 +10,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trimtab.models.context import ForwardContext
+from trimtab.arch.spec import ArchSpec
+from trimtab.models.context import ForwardContext, ImageBatch
 from trimtab.models.decoder import CausalLM
 from trimtab.models.tape import ChoiceTape
 
 
 @torch.no_grad()
 def sequence_logits(
-    model: CausalLM, ids: Sequence[int], tape: ChoiceTape | None = None
+    model: CausalLM, ids: Sequence[int], tape: ChoiceTape | None = None,
+    images: ImageBatch | None = None,
 ) -> Tensor:
     """[T, W] for T token ids; `tape` records or forces routing and selection."""
     device = model.embed.weight.device
     tokens = torch.tensor(ids, dtype=torch.int64, device=device)
-    hidden: Tensor = model(tokens, ForwardContext.packed([len(ids)], device, tape=tape))
+    context = ForwardContext.packed([len(ids)], device, tape=tape, images=images)
+    hidden: Tensor = model(tokens, context)
     return model.logits(hidden)
 
 
@@ -31,6 +34,27 @@ def probe_sequences(vocab_size: int, count: int = 3, length: int = 48) -> list[l
     draw = torch.Generator().manual_seed(20)
     ids: list[list[int]] = torch.randint(vocab_size, (count, length), generator=draw).tolist()
     return ids
+
+
+def with_probe_image(arch: ArchSpec, ids: Sequence[int]) -> tuple[list[int], ImageBatch | None]:
+    """A sequence with a fixed pseudo-random image of 8 x 8 tokens put before it.
+
+    Placeholders that the sequence holds by chance become another token, since no image fills them.
+
+    Raises:
+        ValueError: the model takes text only.
+    """
+    if arch.vision is None or arch.image_token_id is None:
+        raise ValueError(f"{arch.name} takes text only")
+    vision = arch.vision
+    grid = (1, 8 * vision.merge_height, 8 * vision.merge_width)
+    draw = torch.Generator().manual_seed(21)
+    shape = (grid[1] * grid[2], 3, vision.patch_size, vision.patch_size)
+    patches = 2 * torch.rand(shape, generator=draw) - 1
+    rows = range(vision.num_tokens(grid))
+    other = (arch.image_token_id + 1) % arch.vocab_size
+    text = [other if i == arch.image_token_id else i for i in ids]
+    return [arch.image_token_id] * len(rows) + text, ImageBatch.join([patches], [grid], rows)
 
 
 def token_errors(found: Tensor, wanted: Tensor) -> Tensor:

@@ -20,11 +20,19 @@ from trimtab.checkpoint.load import load_model
 from trimtab.checkpoint.manifest import check_output, mark_unfinished
 from trimtab.checkpoint.merge import OutputDtype, copy_checkpoint
 from trimtab.checkpoint.source import open_source
+from trimtab.models.context import ImageBatch
 from trimtab.models.decoder import CausalLM
 from trimtab.models.lora import disabled
 from trimtab.models.tape import ChoiceTape
 from trimtab.verdict import Verdict
-from trimtab.verify.logits import probe_sequences, sequence_logits, token_errors
+from trimtab.verify.logits import (
+    probe_sequences,
+    sequence_logits,
+    token_errors,
+    with_probe_image,
+)
+
+_Probe = tuple[list[int], ImageBatch | None]
 
 # Rounding a merged matrix once to bf16 moves each weight by up to 2^-9 of itself, which reaches
 # 1e-2 in the logits of random models of 8 layers; float32 keeps the sum. Routing and key selection
@@ -89,7 +97,8 @@ def check_merge(
         base: the base checkpoint.
         adapter: read for it.
         merged: the merged checkpoint.
-        sequences: token ids; a few fixed pseudo-random ones if not given.
+        sequences: token ids; a few fixed pseudo-random ones if not given. An image stands before
+            each where the adapter changes the projector.
 
     Returns:
         Two verdicts: the error itself, and the error against the adapter's own effect, which
@@ -97,14 +106,18 @@ def check_merge(
     """
     model, arch = load_model(base, base_dtype="native")
     attach_adapter(model, adapter)
-    chosen = sequences or probe_sequences(arch.vocab_size)
-    tapes = [ChoiceTape() for _ in chosen]
-    adapted = _logits(model, chosen, tapes)
+    probes: list[_Probe] = [(list(ids), None) for ids in sequences or probe_sequences(arch.vocab_size)]
+    if any(name.startswith("projector.") for name in adapter.tensors):
+        # Text alone would not see a projector that was merged wrongly; most tokens are the image's,
+        # so that the median is theirs.
+        probes = [with_probe_image(arch, ids) for ids, _ in probes]
+    tapes = [ChoiceTape() for _ in probes]
+    adapted = _logits(model, probes, tapes)
     with disabled(model):
-        plain = _logits(model, chosen, [_forced(tape) for tape in tapes])
+        plain = _logits(model, probes, [_forced(tape) for tape in tapes])
     del model
     model, _ = load_model(merged, base_dtype="native")
-    found = _logits(model, chosen, [_forced(tape) for tape in tapes])
+    found = _logits(model, probes, [_forced(tape) for tape in tapes])
     limit = LIMITS.get(model.embed.weight.dtype, LIMITS[torch.float32])
     error = float(token_errors(found, adapted).median())
     effect = float(token_errors(plain, adapted).median())
@@ -119,10 +132,10 @@ def check_merge(
 
 
 def _logits(
-    model: CausalLM, sequences: Sequence[Sequence[int]], tapes: Sequence[ChoiceTape]
+    model: CausalLM, probes: Sequence[_Probe], tapes: Sequence[ChoiceTape]
 ) -> Tensor:
-    pairs = zip(sequences, tapes, strict=True)
-    return torch.cat([sequence_logits(model, ids, tape) for ids, tape in pairs])
+    pairs = zip(probes, tapes, strict=True)
+    return torch.cat([sequence_logits(model, ids, tape, images) for (ids, images), tape in pairs])
 
 
 def _forced(tape: ChoiceTape) -> ChoiceTape:

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.unit.checkpoint.test_adapter import random_tensors, targets_of
 from tests.unit.checkpoint.tiny import bit_equal, k3_config, linear_config, make
+from trimtab.arch.adapter import resolve_targets
 from trimtab.arch.load import read_arch
 from trimtab.checkpoint.adapter import AdapterFile, AdapterMeta, load_adapter, save_adapter
 from trimtab.checkpoint.load import load_model
@@ -62,6 +63,27 @@ def test_skipped_and_doubled_merges_are_caught(tmp_path: Path) -> None:
     copy_checkpoint(source, tmp_path / "once", adapter=adapter)
     copy_checkpoint(open_source(tmp_path / "once"), tmp_path / "twice", adapter=adapter)
     assert not all(v.passed for v in check_merge(tmp_path / "m", adapter, tmp_path / "twice"))
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_the_check_sees_a_projector_that_was_not_merged(tmp_path: Path, full: bool) -> None:
+    arch = make(tmp_path / "m")
+    targets = targets_of(arch) if full else list(
+        resolve_targets(arch, target_modules=["projector"], rank=4, alpha=8)
+    )
+    tensors = random_tensors(targets, scale=1e-3 if full else 0.3)
+    if full:
+        base, _ = load_model(tmp_path / "m")
+        for name, value in base.named_parameters():
+            if name.startswith("projector."):
+                tensors[name] = value.detach().float().flip(0)
+    save_adapter(tmp_path / "a", arch, targets, tensors, AdapterMeta("m"))
+    adapter = load_adapter(tmp_path / "a", arch)
+    source = open_source(tmp_path / "m")
+    copy_checkpoint(source, tmp_path / "out", adapter=adapter)
+    assert all(v.passed for v in check_merge(tmp_path / "m", adapter, tmp_path / "out"))
+    copy_checkpoint(source, tmp_path / "plain")
+    assert not all(v.passed for v in check_merge(tmp_path / "m", adapter, tmp_path / "plain"))
 
 
 def test_copy_without_adapter_is_byte_equal(tmp_path: Path) -> None:
