@@ -1,13 +1,15 @@
 """Pretrain the base model of the demo and write it in the released format.
 
     python scripts/demo_data.py corpus --downloads DIR --out CORPUS
-    python scripts/pretrain_demo.py train --corpus CORPUS --out WORK
-    python scripts/pretrain_demo.py export --work WORK --out src/trimtab/demo/base
+    python scripts/pretrain_demo.py train --corpus CORPUS --out TEXT --steps 1500
+    python scripts/pretrain_demo.py train --corpus CORPUS --out IMAGES --steps 600 \
+        --start TEXT --digits 0.5 --lr 2e-3
+    python scripts/pretrain_demo.py export --work IMAGES --out src/trimtab/demo/base
 
-What is trained how:
+The first run sees text and short chats that ask to copy a phrase; the second continues it with
+pictures of handwritten digits to read. What is trained how:
 
-- All weights train in float32 with AdamW on the next-token loss of plain text and of short chats
-  that ask to copy a phrase.
+- All weights train in float32 with AdamW on the next-token loss of texts and of the answers.
 - Routed experts are rounded to MXFP4 before every forward pass and the gradient at the rounded
   weights updates the unrounded ones (straight through), so the exported experts are the trained
   ones.
@@ -29,13 +31,19 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from trimtab.arch.load import load_arch
 from trimtab.arch.presets import preset_config
+from trimtab.config.recipe import ImageSection
+from trimtab.data.encode import Encoded, encode_record
+from trimtab.data.images import read_rule
+from trimtab.data.packing import IGNORED, build_pack
+from trimtab.data.prompt import ImageProcessor
+from trimtab.data.records import read_records
+from trimtab.data.tokenizer import load_tokenizer
 from trimtab.models.build import build_model
-from trimtab.models.context import ForwardContext
+from trimtab.models.context import ForwardContext, ImageBatch
 from trimtab.models.decoder import CausalLM
 from trimtab.models.generate import generate
 from trimtab.models.mla import MLA
@@ -44,6 +52,7 @@ from trimtab.ops.attention.indexer import index_scores
 from trimtab.ops.cross_entropy import cross_entropy
 from trimtab.ops.mxfp4 import round_to_grid
 from trimtab.ops.norm import layer_norm
+from trimtab.train.batch import image_batch
 
 PRESET = "k3.1-tiny"
 BASE = Path(__file__).resolve().parent.parent / "src" / "trimtab" / "demo" / "base"
@@ -52,6 +61,7 @@ MAX_LENGTH = 1024
 BIAS_RATE = 2e-3
 INDEXER_TOKENS = 512
 HELD_OUT_RECORDS = 40
+EVERY = 100
 
 
 @dataclass(frozen=True)
@@ -73,37 +83,75 @@ class Plan:
         return self.lr * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-def read_corpus(folder: Path) -> list[np.ndarray]:
-    """All records as token arrays, in an order that depends on the seed only."""
-    tokenizer = Tokenizer.from_file(str(BASE / "tokenizer.json"))
-    special = {name: tokenizer.token_to_id(f"<|{name}|>") for name in ("user", "assistant")}
-    end, eos = tokenizer.token_to_id("<|end_of_msg|>"), tokenizer.token_to_id("<|eos|>")
-    records = []
-    for path in sorted(folder.glob("*.jsonl")):
-        for line in path.read_text().splitlines():
-            record = json.loads(line)
-            if "text" in record:
-                ids = [*record["text"].encode(), eos]
-            else:
-                ids = []
-                for message in record["messages"]:
-                    ids += [special[message["role"]], *message["content"].encode(), end]
-            records.append(np.array(ids[:MAX_LENGTH], dtype=np.int64))
-    order = np.random.default_rng(SEED).permutation(len(records))
-    return [records[i] for i in order]
+class Corpus:
+    """Records of all sources as tokens; each source is shuffled anew whenever it is used up.
+
+    Args:
+        folder: what `demo_data.py corpus` wrote.
+        digits: share of tokens from pictures of digits; the rest follows the sizes of the others.
+    """
+
+    def __init__(self, folder: Path, digits: float) -> None:
+        arch = load_arch(preset_config(PRESET), PRESET)
+        assert arch.vision is not None and arch.image_token_id is not None
+        rule = read_rule(None, arch.vision, PRESET)
+        self.processor = ImageProcessor(rule, arch.image_token_id, ImageSection())
+        self.tokenizer = load_tokenizer(BASE)
+        paths = [p for p in sorted(folder.glob("*.jsonl")) if digits or p.stem != "digits"]
+        self.sources = {p.stem: self.encode(p) for p in paths}
+        sizes = {n: float(sum(map(len, found))) for n, found in self.sources.items()}
+        text = sum(size for name, size in sizes.items() if name != "digits")
+        self.shares = {n: (1 - digits) * size / text for n, size in sizes.items() if n != "digits"}
+        if digits:
+            self.shares["digits"] = digits
+        self.held = {n: self.sources[n][:100] for n in ("copying", "digits") if n in self.sources}
+        for name in self.held:
+            self.sources[name] = self.sources[name][100:]
+        self._random = np.random.default_rng(SEED)
+        self._order: dict[str, list[int]] = {name: [] for name in self.sources}
+        self._fed = dict.fromkeys(self.sources, 0.0)
+
+    def encode(self, path: Path) -> list[Encoded]:
+        """All records of a file, cut to the longest sequence."""
+        return [
+            encode_record(record, self.tokenizer, self.processor).truncated(MAX_LENGTH)
+            for record in read_records(path)
+        ]
+
+    def next_record(self) -> Encoded:
+        """From the source that is furthest behind its share."""
+        total = sum(self._fed.values()) + 1
+        name = max(self.shares, key=lambda n: self.shares[n] * total - self._fed[n])
+        if not self._order[name]:
+            self._order[name] = self._random.permutation(len(self.sources[name])).tolist()
+        record = self.sources[name][self._order[name].pop()]
+        self._fed[name] += len(record)
+        return record
+
+    def next_batch(self, size: int) -> Batch:
+        """About `size` tokens."""
+        records = [self.next_record()]
+        while sum(map(len, records)) < size:
+            records.append(self.next_record())
+        return to_batch(records)
 
 
-def packs(records: list[np.ndarray], size: int) -> list[list[np.ndarray]]:
-    """Consecutive records, about `size` tokens together; repeated in a new order when used up."""
-    out: list[list[np.ndarray]] = [[]]
-    total = 0
-    for record in records:
-        if total + len(record) > size and out[-1]:
-            out.append([])
-            total = 0
-        out[-1].append(record)
-        total += len(record)
-    return out
+@dataclass(frozen=True)
+class Batch:
+    """A pack of whole records: flat ids, the label of each token or IGNORED, lengths, images."""
+
+    ids: Tensor
+    labels: Tensor
+    lengths: list[int]
+    images: ImageBatch | None
+
+
+def to_batch(records: list[Encoded]) -> Batch:
+    """Records end to end."""
+    pack = build_pack(0, records, [""] * len(records), sum(map(len, records)), 0)
+    images = image_batch(pack.images, pack.image_rows.tolist())
+    ids, labels = torch.from_numpy(pack.input_ids), torch.from_numpy(pack.labels)
+    return Batch(ids, labels, pack.lengths, images)
 
 
 def initialise(model: CausalLM) -> None:
@@ -111,7 +159,7 @@ def initialise(model: CausalLM) -> None:
     generator = torch.Generator().manual_seed(SEED)
     for name, p in model.named_parameters():
         leaf = name.rsplit(".", 2)[-2:]
-        if name.endswith(("norm.weight", "layernorm.weight")):
+        if "norm" in leaf[0] and leaf[-1] == "weight":
             p.data.fill_(1.0)
         elif name.endswith(("bias", "A_log", "res_proj.weight")) and not name.endswith("dt_bias"):
             p.data.zero_()
@@ -121,10 +169,14 @@ def initialise(model: CausalLM) -> None:
             p.data.copy_(dt + torch.log(-torch.expm1(-dt)))
         elif "conv1d" in name:
             p.data.uniform_(-0.5, 0.5, generator=generator)
+        elif name.endswith("pos_emb.weight"):
+            p.data.normal_(std=0.02, generator=generator)
+        elif name.endswith("patch_embed.proj.weight"):
+            p.data.normal_(std=1 / math.sqrt(p[0].numel()), generator=generator)
         elif name == "embed.weight":
             p.data.normal_(std=0.5, generator=generator)
         else:
-            small = leaf[0] in ("o_proj", "down_proj", "latent_up")
+            small = leaf[0] in ("o_proj", "down_proj", "latent_up", "wo", "fc1")
             std = (0.4 if small else 1.0) / math.sqrt(p.shape[-1])
             p.data.normal_(std=std, generator=generator)
 
@@ -231,59 +283,70 @@ def set_sparse(model: CausalLM, sparse: bool, top_k: int) -> None:
             indexer.spec = replace(indexer.spec, top_k=top_k if sparse else 10**9)
 
 
-def to_batch(pack: list[np.ndarray]) -> tuple[Tensor, Tensor, list[int]]:
-    """Flat ids, rows that have a next token, lengths."""
-    ids = torch.from_numpy(np.concatenate(pack))
-    lengths = [len(r) for r in pack]
-    last = torch.cumsum(torch.tensor(lengths), 0) - 1
-    keep = torch.ones(len(ids), dtype=torch.bool)
-    keep[last] = False
-    return ids, keep, lengths
+def batch_loss(model: CausalLM, batch: Batch, ctx: ForwardContext) -> tuple[Tensor, int]:
+    """Sum of the token losses in nats, and their number."""
+    hidden = model(batch.ids, ctx)
+    rows = (batch.labels != IGNORED).nonzero().squeeze(1)
+    return cross_entropy(hidden[rows], model.head_weight, batch.labels[rows]), len(rows)
 
 
 @torch.no_grad()
-def bits_per_byte(model: CausalLM, records: list[np.ndarray]) -> float:
-    """Of held-out plain text; every token of the demo's tokenizer but the end is a byte."""
-    ids, keep, lengths = to_batch(records)
-    hidden = model(ids, ForwardContext.packed(lengths))
-    rows = keep.nonzero().squeeze(1)
-    loss = cross_entropy(hidden[rows], model.head_weight, ids[rows + 1])
-    return float(loss) / math.log(2) / (len(ids) - len(lengths))
+def bits_per_byte(model: CausalLM, records: list[Encoded]) -> float:
+    """Of held-out plain text."""
+    batch = to_batch(records)
+    loss, _ = batch_loss(model, batch, ForwardContext.packed(batch.lengths))
+    return float(loss) / math.log(2) / sum(r.num_bytes for r in records)
 
 
 @torch.no_grad()
-def copy_score(model: CausalLM, records: list[np.ndarray]) -> float:
-    """Share of copying chats answered exactly."""
-    tokenizer = Tokenizer.from_file(str(BASE / "tokenizer.json"))
-    assistant, end = tokenizer.token_to_id("<|assistant|>"), tokenizer.token_to_id("<|end_of_msg|>")
-    prompts, answers = [], []
-    for record in records:
-        cut = record.tolist().index(assistant) + 1
-        prompts.append(record[:cut].tolist())
-        answers.append(record[cut:-1].tolist())
-    found = generate(model, prompts, 40, [end])
+def exact_share(model: CausalLM, records: list[Encoded], stop_ids: tuple[int, ...]) -> float:
+    """Share of chats answered exactly."""
+    cuts = [int(np.argmax(r.loss_mask)) for r in records]
+    prompts = [r.token_ids[:cut].tolist() for r, cut in zip(records, cuts, strict=True)]
+    answers = [
+        [int(t) for t in r.token_ids[cut:] if t not in stop_ids]
+        for r, cut in zip(records, cuts, strict=True)
+    ]
+    starts = np.cumsum([0, *map(len, prompts)]).tolist()
+    rows = [b + row for b, r in zip(starts, records, strict=False) for row in r.image_rows]
+    images = image_batch([image for r in records for image in r.images], rows)
+    found = generate(model, prompts, 40, stop_ids, images=images)
     return sum(a == b for a, b in zip(found, answers, strict=True)) / len(answers)
 
 
-def train(corpus: Path, out: Path, steps: int, threads: int) -> None:
-    """The run; writes WORK/weights.safetensors every 100 steps and WORK/log.jsonl."""
-    torch.set_num_threads(threads)
-    torch.manual_seed(SEED)
+@dataclass(frozen=True)
+class Examiner:
+    """Scores on what is held out, every `EVERY` steps."""
+
+    text: list[Encoded]
+    chats: dict[str, list[Encoded]]
+    stop_ids: tuple[int, ...]
+
+    def __call__(self, model: CausalLM) -> dict[str, float]:
+        scores = {"held_bits_per_byte": bits_per_byte(model, self.text)}
+        for name, records in self.chats.items():
+            scores[f"{name}_exact"] = exact_share(model, records, self.stop_ids)
+        return scores
+
+
+def start_weights(model: CausalLM, start: Path | None) -> None:
+    """Random weights, or those of an earlier run where it has them."""
+    initialise(model)
+    if start is not None:
+        found = load_file(start / "weights.safetensors")
+        model.load_state_dict({**model.state_dict(), **found})
+    model.requires_grad_(True)
+
+
+def train(corpus_dir: Path, out: Path, plan: Plan, start: Path | None, digits: float) -> None:
+    """The run; writes OUT/weights.safetensors every 100 steps and OUT/log.jsonl."""
     out.mkdir(parents=True, exist_ok=True)
     arch = load_arch(preset_config(PRESET), PRESET)
-    model = build_model(arch, base_dtype="fp32").to_empty(device="cpu")
-    initialise(model)
-    model.requires_grad_(True)
-    plan = Plan(steps)
-    records = read_corpus(corpus)
-    is_chat = [r for r in records if r[0] == 261]
-    copies = is_chat[:100]
-    held = {id(r) for r in copies}
-    batches = packs([r for r in records if id(r) not in held], plan.tokens_per_step)
-    text = [
-        np.array([*json.loads(line)["text"].encode()][:MAX_LENGTH], dtype=np.int64)
-        for line in (BASE.parent / "data" / "general_heldout.jsonl").read_text().splitlines()
-    ][:HELD_OUT_RECORDS]
+    model = build_model(arch, base_dtype="fp32", vision=digits > 0).to_empty(device="cpu")
+    start_weights(model, start)
+    corpus = Corpus(corpus_dir, digits)
+    held_text = corpus.encode(BASE.parent / "data" / "general_heldout.jsonl")[:HELD_OUT_RECORDS]
+    examine = Examiner(held_text, corpus.held, tuple(corpus.tokenizer.stop_ids))
     groups = split_parameters(model)
     optimizer = torch.optim.AdamW(
         groups, lr=plan.lr, betas=(0.9, 0.95), weight_decay=plan.weight_decay, fused=True
@@ -291,47 +354,45 @@ def train(corpus: Path, out: Path, steps: int, threads: int) -> None:
     experts, balancer, teacher = StraightThrough(model), LoadBalancer(model), IndexerTeacher(model)
     trained = [p for g in groups for p in g["params"]]
     top_k = next(
-        layer.mixer.indexer.top_k
-        for layer in arch.layers
+        layer.mixer.indexer.top_k for layer in arch.layers
         if getattr(layer.mixer, "indexer", None)
-    )
-    log = (out / "log.jsonl").open("a")
+    )  # fmt: skip
     begin = time.perf_counter()
-    set_sparse(model, False, top_k)
-    for step in range(steps):
-        if step == int(plan.sparse_from * steps):
-            set_sparse(model, True, top_k)
+    for step in range(plan.steps):
+        set_sparse(model, step >= plan.sparse_from * plan.steps, top_k)
         for group in optimizer.param_groups:
             group["lr"] = plan.lr_at(step)
-        ids, keep, lengths = to_batch(batches[step % len(batches)])
+        batch = corpus.next_batch(plan.tokens_per_step)
         balancer.worst = 0.0
         experts.to_grid()
-        ctx = ForwardContext.packed(lengths, stats=balancer)
-        hidden = model(ids, ctx)
-        rows = keep.nonzero().squeeze(1)
-        nll = cross_entropy(hidden[rows], model.head_weight, ids[rows + 1]) / len(rows)
+        ctx = ForwardContext.packed(batch.lengths, stats=balancer, images=batch.images)
+        total, count = batch_loss(model, batch, ctx)
         kl = teacher.loss(ctx)
         optimizer.zero_grad(set_to_none=True)
-        (nll + kl).backward()
+        (total / count + kl).backward()
         experts.to_masters()
         norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
-        if step % 20 == 0 or step == steps - 1:
-            row = {
-                "step": step, "nll_bits": nll.item() / math.log(2), "kl": kl.item(),
-                "grad_norm": norm.item(), "load": balancer.worst,
-                "seconds": time.perf_counter() - begin,
-            }
-            if step % 100 == 0 or step == steps - 1:
-                experts.to_grid()
-                row["held_bits_per_byte"] = bits_per_byte(model, text)
-                row["copy_exact"] = copy_score(model, copies)
-                weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-                save_file(weights, out / "weights.safetensors.part")
-                (out / "weights.safetensors.part").replace(out / "weights.safetensors")
-                experts.to_masters()
-            log.write(json.dumps(row) + "\n")
-            log.flush()
+        row = {
+            "step": step, "nll_bits": total.item() / count / math.log(2), "kl": kl.item(),
+            "grad_norm": norm.item(), "load": balancer.worst,
+            "seconds": time.perf_counter() - begin,
+        }  # fmt: skip
+        if step % EVERY == 0 or step == plan.steps - 1:
+            experts.to_grid()
+            row.update(examine(model))
+            save(model, out)
+            experts.to_masters()
+        if step % 20 == 0 or step == plan.steps - 1:
+            with (out / "log.jsonl").open("a") as log:
+                log.write(json.dumps(row) + "\n")
+
+
+def save(model: CausalLM, out: Path) -> None:
+    """Write the weights under a temporary name first."""
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    save_file(weights, out / "weights.part")
+    (out / "weights.part").replace(out / "weights.safetensors")
 
 
 def export(work: Path, out: Path) -> None:
@@ -358,14 +419,20 @@ def main() -> None:
     one = commands.add_parser("train")
     one.add_argument("--corpus", type=Path, required=True)
     one.add_argument("--out", type=Path, required=True)
-    one.add_argument("--steps", type=int, default=1900)
+    one.add_argument("--steps", type=int, default=1500)
+    one.add_argument("--lr", type=float, default=4e-3)
+    one.add_argument("--start", type=Path, help="folder of an earlier run to continue")
+    one.add_argument("--digits", type=float, default=0.0, help="share of pictures of digits")
+    one.add_argument("--sparse-from", type=float, default=0.75)
     one.add_argument("--threads", type=int, default=2)
     two = commands.add_parser("export")
     two.add_argument("--work", type=Path, required=True)
     two.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     if args.command == "train":
-        train(args.corpus, args.out, args.steps, args.threads)
+        torch.set_num_threads(args.threads)
+        plan = Plan(args.steps, lr=args.lr, sparse_from=args.sparse_from)
+        train(args.corpus, args.out, plan, args.start, args.digits)
     else:
         export(args.work, args.out)
 
