@@ -19,10 +19,16 @@ from trimtab.models.tape import ChoiceTape
 def sequence_logits(
     model: CausalLM, ids: Sequence[int], tape: ChoiceTape | None = None
 ) -> Tensor:
-    """[T, W] for T token ids; `tape` records or forces routing and selection."""
+    """[T, W] for T token ids; `tape` records or forces routing and selection.
+
+    Raises:
+        RuntimeError: a forced tape has choices of layers that this model lacks.
+    """
     device = model.embed.weight.device
     tokens = torch.tensor(ids, dtype=torch.int64, device=device)
     hidden: Tensor = model(tokens, ForwardContext.packed([len(ids)], device, tape=tape))
+    if tape is not None and tape.mode == "force":
+        tape.check_all_used()
     return model.logits(hidden)
 
 
