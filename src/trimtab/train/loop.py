@@ -135,6 +135,9 @@ def finetune(recipe: Recipe, reporter: Reporter | None = None) -> RunResult:
     say.plan(plan)
     tokenizer = load_tokenizer(recipe.model.path)
     stream = DataStream(recipe.finetune.data, tokenizer, recipe.seed, plan.arch.vocab_size)
+    if record is None:
+        with say.progress("checking records") as update:
+            stream.check_records(update)
     job = _assemble(recipe, plan, run, stream, say)
     state, record = _begin(job, record, inputs, say)
     losses, speed, record = _run_steps(job, state, record, say)
