@@ -8,7 +8,7 @@ turns on it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 
 from trimtab.config.recipe import DataSection
@@ -101,6 +101,26 @@ class DataStream:
     def num_records(self) -> dict[str, int]:
         """Records in each file, by source name."""
         return {source.name: len(source.file) for source in self._sources}
+
+    def check_records(self, progress: Callable[[int, int], None]) -> None:
+        """Read every record once, so that a broken line ends a run before it begins.
+
+        Only the form is checked, not the tokens. Nothing is read where `on_error` skips records.
+
+        Args:
+            progress: called with records read and records in all.
+
+        Raises:
+            DataError: TT401 for the first record that is none.
+        """
+        if self._data.on_error == "skip":
+            return
+        done, total = 0, sum(self.num_records.values())
+        for source in self._sources:
+            for index in range(len(source.file)):
+                source.file.record(index)
+                done += 1
+                progress(done, total)
 
     def __iter__(self) -> Iterator[Pack]:
         while True:

@@ -21,7 +21,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
         spread = abs(low) * 0.1 or 1.0
         low, high = low - spread, high + spread
     rough = (high - low) / count
-    power = 10 ** math.floor(math.log10(rough))
+    power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(i * step, 12) for i in range(first, last + 1)]

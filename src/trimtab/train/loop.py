@@ -140,6 +140,9 @@ def finetune(recipe: Recipe, reporter: Reporter | None = None) -> RunResult:
         return _finished(run, plan, record)
     say.plan(plan)
     stream = _open_stream(recipe, plan, say)
+    if record is None:
+        with say.progress("checking records") as update:
+            stream.check_records(update)
     job = _assemble(recipe, plan, run, stream, say)
     state, record = _begin(job, record, inputs, say)
     losses, speed, record = _run_steps(job, state, record, say)

@@ -42,12 +42,13 @@ def read_sequences(path: str | Path) -> list[list[int]]:
     """Token sequences from a file `{"sequences": [[ids...], ...]}`.
 
     Raises:
-        DataError: TT402 if the file is missing or has no sequence, TT401 if it has another form.
+        DataError: TT107 if the file is missing, TT402 if it has no sequence, TT401 if it has
+            another form.
     """
     try:
         value = json.loads(Path(path).read_bytes())
     except FileNotFoundError:
-        raise DataError("TT402", str(path), "no such file") from None
+        raise DataError("TT107", str(path), "no such file") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise DataError("TT401", str(path), f"not valid JSON: {error}") from error
     sequences = value.get("sequences") if isinstance(value, dict) else None

@@ -21,11 +21,17 @@ def sequence_logits(
     model: CausalLM, ids: Sequence[int], tape: ChoiceTape | None = None,
     images: ImageBatch | None = None,
 ) -> Tensor:
-    """[T, W] for T token ids; `tape` records or forces routing and selection."""
+    """[T, W] for T token ids; `tape` records or forces routing and selection.
+
+    Raises:
+        RuntimeError: a forced tape has choices of layers that this model lacks.
+    """
     device = model.embed.weight.device
     tokens = torch.tensor(ids, dtype=torch.int64, device=device)
     context = ForwardContext.packed([len(ids)], device, tape=tape, images=images)
     hidden: Tensor = model(tokens, context)
+    if tape is not None and tape.mode == "force":
+        tape.check_all_used()
     return model.logits(hidden)
 
 

@@ -66,6 +66,7 @@ def test_the_job_from_dry_run_to_answer(
         (["finetune", "nowhere.yaml"], "TT107"),
         (["finetune", "RECIPE", "--set", "finetune.lora.target_modules=[qproj]"], "did you mean"),
         (["finetune", "RECIPE", "--set", "finetune.lora.rnak=3"], "rank"),
+        (["finetune", "RECIPE", "--set", "finetune.data.general.path=BROKEN"], "broken.jsonl:3"),
         (["generate", "MODEL"], "--prompt"),
         (["generate", "MODEL", "--prompt", "a", "--compare"], "needs --adapter"),
     ],
@@ -74,8 +75,11 @@ def test_what_is_wrong_is_said_and_nothing_is_written(
     tmp_path: Path, checkpoint: Path, recipe: Path, capsys: pytest.CaptureFixture[str],
     arguments: list[str], message: str,
 ) -> None:
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"text": "good"}\n\n{"text": "cut\n{"text": "good"}\n')
     named = {"RECIPE": str(recipe), "MODEL": str(checkpoint)}
-    assert run([named.get(a, a) for a in arguments]) == 2
+    line = [named.get(a, a).replace("BROKEN", str(broken)) for a in arguments]
+    assert run(line) == 2
     captured = capsys.readouterr()
     assert message in captured.err and captured.out == ""
     assert not (tmp_path / "run").exists()
