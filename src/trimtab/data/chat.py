@@ -44,7 +44,7 @@ class ChatOptions:
     """
 
     thinking: bool = True
-    thinking_effort: str | None = "max"
+    thinking_effort: str | None = None
     tool_choice: str | None = None
     response_format: Mapping[str, object] | None = None
 

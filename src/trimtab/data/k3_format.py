@@ -9,7 +9,10 @@ part of an attribute and every body is tokenized for itself, as in training.
 
     [tool declaration] [thinking effort] messages... [tool choice] [response format] [prompt]
 
-each a `message` element followed by `<|end_of_msg|>`. An assistant's message has a `think` element
+The four messages around the conversation say their value and nothing else: the released encoder puts
+fixed sentences around it, which belong to the model's own template (see docs/k3-format.md).
+
+Each is a `message` element followed by `<|end_of_msg|>`. An assistant's message has a `think` element
 (in thinking mode, even if empty), a `response` element and, where it calls tools, a `tools` element.
 """
 
@@ -29,15 +32,6 @@ MEDIA_PAD, MEDIA_END = "<|media_pad|>", "<|media_end|>"
 _MEDIA = frozenset({MEDIA_BEGIN, MEDIA_CONTENT, MEDIA_PAD, MEDIA_END})
 EFFORTS = ("low", "high", "max")
 TOOL_CHOICES = ("auto", "none", "required")
-
-# The words with which the model was trained; part of the format like the names of its elements.
-_TOOLS = "tools"
-_MORE_TOOLS = "more tools"
-_EFFORT = "{}"
-_TOOL_CHOICE = "{} {}"
-_CHOICE_WORDS = {"required": "required", "none": "none"}
-_RESPONSE_FORMAT = "{}"
-_SCHEMA = "\n{}"
 
 
 class K3Format:
@@ -81,9 +75,9 @@ class K3Format:
         """
         out = _Writer()
         if tools:
-            out.system("tool-declare", f"{_TOOLS}\n\n{_fenced(tools)}")
+            out.system("tool-declare", _compact(tools))
         if self._options.thinking and self._options.thinking_effort is not None:
-            out.system("thinking-effort", _EFFORT.format(self._options.thinking_effort))
+            out.system("thinking-effort", self._options.thinking_effort)
         for index, message, name, position in self._in_order(messages):
             out.message = index
             self._message(out, message, name, position)
@@ -112,7 +106,7 @@ class K3Format:
             return
         elif role in ("user", "system", "developer"):
             if role != "user" and message.get("tools"):
-                out.system("tool-declare", f"{_MORE_TOOLS}\n\n{_fenced(message['tools'])}")
+                out.system("tool-declare", _compact(message["tools"]))
                 if not message.get("content"):
                     return
             out.open("message", role="user" if role == "user" else "system", **named)
@@ -195,18 +189,17 @@ class K3Format:
 
     def _last_options(self, out: _Writer) -> None:
         choice = self._options.tool_choice
-        if choice in _CHOICE_WORDS:
-            out.system("tool-choice", _TOOL_CHOICE.format(choice, _CHOICE_WORDS[choice]))
+        if choice not in (None, "auto"):
+            out.system("tool-choice", str(choice))
         wanted = self._options.response_format
         kind = None if wanted is None else wanted.get("type")
         if wanted is None or kind == "text":
             return
         if kind not in ("json_object", "json_schema"):
             raise self._error("response_format", "must be text, json_object or json_schema", kind)
-        text = _RESPONSE_FORMAT.format(kind)
-        if kind == "json_schema":
-            text += _SCHEMA.format(_fenced(_schema(wanted.get("json_schema"))))
-        out.system("response-format", text)
+        is_schema = kind == "json_schema"
+        schema = _compact(_schema(wanted.get("json_schema"))) if is_schema else str(kind)
+        out.system("response-format", schema)
 
     def _in_order(
         self, messages: Sequence[Message]
@@ -313,9 +306,8 @@ def escape(value: str) -> str:
     return value.replace("&", "&amp;").replace('"', "&quot;")
 
 
-def _fenced(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
-    return f"```json\n{text}\n```"
+def _compact(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
 
 
 def _schema(value: object) -> object:
