@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from safetensors import safe_open
 
 from tests.unit.train.tiny_run import write_checkpoint
 from trimtab.cli import main
@@ -81,16 +82,21 @@ def test_demo_from_interruption_to_report_and_again_by_hand(
     found = json.loads((out / "results.json").read_text())
     assert found == json.loads(json.dumps(outcome.as_dict()))
     assert found["passed"] is False, "a random base learns nothing in four steps"
-    assert found["domain_exact_match"]["before"] == 0.0
-    assert found["domain_exact_match"]["records"] == SMALL.domain_limit
+    for name in ("domain_exact_match", "image_exact_match"):
+        assert found[name]["before"] == 0.0
+        assert found[name]["records"] == SMALL.domain_limit
+    assert found["image_old_skill"]["records"] == SMALL.general_limit
     assert found["general_bits_per_byte"]["before"] > 4.0
     assert 0 < found["trainable_share"] < 1 and found["tokens_per_second"] > 0
     failed = {v["name"] for v in found["verdicts"] if not v["passed"]}
     assert failed and all("exact" in name or "bits" in name for name in failed)
     assert all(Path(path).exists() for path in found["files"])
+    assert any("projector" in name for name in _names(out / "run" / "adapter"))
     page = (out / "report.html").read_text()
+    assert "data:image/png;base64," in page and "<dt><code>name:</code></dt>" in page
     commands = [line for step in found["steps"] for line in step["commands"]]
-    assert len(commands) == 9
+    assert len(commands) == 10
+    assert sum("--image" in line for line in commands) == SMALL.num_images
     assert all(f"$ {line}" in text for line in commands)
 
     scores = json.loads((out / "after.json").read_text())
@@ -100,7 +106,7 @@ def test_demo_from_interruption_to_report_and_again_by_hand(
         else:
             code, said = _typed(line, capsys)
         assert code == (1 if line.endswith("after.json") else 0), line
-    assert outcome.answers[0].adapter.strip() in said
+    assert outcome.answers[-1].images and outcome.answers[-1].adapter.strip() in said
     again = json.loads((out / "after.json").read_text())
     assert {**again, "wall_s": 0} == {**scores, "wall_s": 0}
     for made in ("merged", "peft"):
@@ -114,8 +120,7 @@ def test_a_finished_demo_runs_again_without_training(base: Path, tmp_path: Path)
     first, _ = _run(tmp_path / "demo", base, SMALL, SilentReporter())
     second, text = _run(tmp_path / "demo", base, SMALL, SilentReporter())
     assert second.training.was_finished and "finished earlier: 4 steps" in text
-    assert second.exact_match == first.exact_match
-    assert second.bits_per_byte == first.bits_per_byte
+    assert second.promises == first.promises
     assert second.tokens_per_second == first.tokens_per_second
     assert text.count("in place of an earlier one") == 2
 
@@ -143,6 +148,11 @@ def _run(
     console = Console(file=stream, width=200, highlight=False)
     outcome = run_demo(out, console=console, settings=settings, base=base, reporter=reporter)
     return outcome, stream.getvalue()
+
+
+def _names(directory: Path) -> list[str]:
+    with safe_open(directory / "adapter_model.safetensors", "np") as file:
+        return list(file.keys())
 
 
 def _weights(directory: Path) -> dict[str, bytes]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
@@ -49,7 +48,7 @@ def data() -> None:
 @app.command()
 def preview(
     recipe_path: Annotated[str, typer.Argument(metavar="RECIPE", help="recipe file")],
-    count: Annotated[int, typer.Option("--n", min=0, help="records shown per source")] = 3,
+    count: Annotated[int, typer.Option("--n", min=0, help="records shown per file")] = 3,
     every: Annotated[bool, typer.Option("--all", help="add up all records")] = False,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="a.b=value")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="write a page to this file")] = None,
@@ -61,11 +60,11 @@ def preview(
     tokenizer = load_tokenizer(recipe.model.path)
     processor = load_image_processor(recipe.model.path, section.image)
     shown = {
-        name: [
+        file.name: [
             (record.where, token_runs(record, tokenizer, processor, pictures=html is not None))
-            for record in islice(read_records(path), count)
+            for record in islice(read_records(file.path), count)
         ]
-        for name, path in _paths(section)
+        for file in section.files
     }
     totals = _totals(section, tokenizer, processor, None if every else _LOOKED_AT)
     packs = summarise_packs(section, tokenizer, recipe.seed, _PACKS, processor)
@@ -82,12 +81,6 @@ def preview(
         _print_page(recipe, recipe_path, shown, totals, packs)
 
 
-def _paths(section: DataSection) -> Iterator[tuple[str, str]]:
-    yield "domain", section.domain.path
-    if section.general is not None:
-        yield "general", section.general.path
-
-
 def _totals(
     section: DataSection,
     tokenizer: Tokenizer,
@@ -99,11 +92,11 @@ def _totals(
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
         totals = {}
-        for name, path in _paths(section):
-            task = progress.add_task(f"reading {name}", total=limit)
+        for file in section.files:
+            task = progress.add_task(f"reading {file.name}", total=limit)
             advance = partial(progress.advance, task)
-            totals[name] = summarise_source(
-                path, section, tokenizer, limit, advance, processor
+            totals[file.name] = summarise_source(
+                file.path, section, tokenizer, limit, advance, processor
             )
     return totals
 

@@ -27,6 +27,8 @@ class TaskSection(Section):
         metric: `exact_match` of generated answers, `bits_per_byte` of text; follows from `kind`.
         max_new_tokens: longest generated answer.
         limit: use only the first records.
+        min_gain: in place of the gate's `min_domain_gain` for this set.
+        max_loss: in place of the gate's `max_general_loss` for this set.
     """
 
     name: Word
@@ -35,6 +37,8 @@ class TaskSection(Section):
     metric: Metric
     max_new_tokens: PositiveInt = 64
     limit: PositiveInt | None = None
+    min_gain: Number | None = None
+    max_loss: Number | None = None
 
     @model_validator(mode="after")
     def _pair(self) -> TaskSection:
@@ -68,8 +72,8 @@ class GateSection(Section):
     """Limits an adapter must keep, each compared with its confidence bound.
 
     Attributes:
-        min_domain_gain: least rise of the domain scores, absolute.
-        max_general_loss: greatest rise of the general loss, in bits per byte.
+        min_domain_gain: least improvement of a domain set, in units of its metric.
+        max_general_loss: greatest deterioration of a general set, in units of its metric.
     """
 
     min_domain_gain: Number = 0.0

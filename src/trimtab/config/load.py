@@ -170,10 +170,11 @@ def _missing_paths(recipe: Recipe, document: Document) -> Iterator[ConfigError]:
     data = recipe.finetune.data
     named: list[tuple[KeyPath, str]] = [
         (("model", "path"), recipe.model.path),
-        (("finetune", "data", "domain", "path"), data.domain.path),
     ]
-    if data.general is not None:
-        named.append((("finetune", "data", "general", "path"), data.general.path))
+    for name, source in (("domain", data.domain), ("general", data.general)):
+        paths = () if source is None else source.path
+        key: KeyPath = ("finetune", "data", name, "path")
+        named += [((*key, i) if len(paths) > 1 else key, path) for i, path in enumerate(paths)]
     for group, tasks in (("domain", recipe.evaluate.domain), ("general", recipe.evaluate.general)):
         named += [(("evaluate", group, i, "path"), task.path) for i, task in enumerate(tasks)]
     for key_path, text in named:

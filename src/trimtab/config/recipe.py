@@ -8,9 +8,10 @@ file and line. A rule that a type cannot express is raised through `fields.fault
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
 
 from trimtab.config.evaluation import EvaluateSection
 from trimtab.config.fields import (
@@ -32,6 +33,7 @@ BaseDtype = Literal["native", "bf16", "fp32"]
 ComputeDtype = Literal["auto", "bf16", "fp32", "fp64"]
 Scheduler = Literal["cosine", "linear", "constant"]
 Overlong = Literal["truncate", "skip", "error"]
+Role = Literal["domain", "general"]
 
 
 class ModelSection(Section):
@@ -142,14 +144,59 @@ class BatchSection(Section):
         return self.tokens_per_step // self.micro_batch_tokens
 
 
-class SourceSection(Section):
-    """One JSONL or Parquet file of records with `messages`, `prompt` and `completion`, or `text`.
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
 
-    Attributes:
-        path: the file.
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file of training records.
+
+    Args:
+        name: what reports call it: its role, with a number where the role has several files.
+        role: `domain` or `general`.
+        path: as the recipe has it.
+        share: of all tokens, before packing.
     """
 
-    path: Word
+    name: str
+    role: Role
+    path: str
+    share: float
+
+
+class SourceSection(Section):
+    """JSONL or Parquet files of records with `messages`, `prompt` and `completion`, or `text`.
+
+    Attributes:
+        path: the file, or a list of files that are mixed.
+        weights: share of the tokens of each file, in the order of `path`, of any sum; equal
+            where left out.
+    """
+
+    path: Annotated[
+        tuple[Word, ...],
+        BeforeValidator(_as_list, json_schema_input_type=Word | tuple[Word, ...]),
+        Field(min_length=1),
+    ]
+    weights: tuple[Positive, ...] | None = None
+
+    @model_validator(mode="after")
+    def _one_weight_each(self) -> SourceSection:
+        if self.weights is not None and len(self.weights) != len(self.path):
+            raise fault("TT105", "weights", f"has {len(self.weights)} numbers for "
+                        f"{len(self.path)} {'file' if len(self.path) == 1 else 'files'} in `path`")
+        return self
+
+    @field_serializer("path")
+    def _one_as_text(self, path: tuple[str, ...]) -> str | list[str]:
+        return path[0] if len(path) == 1 else list(path)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Share of the source's tokens of each file; they add to 1."""
+        weights = self.weights or (1.0,) * len(self.path)
+        return tuple(weight / sum(weights) for weight in weights)
 
 
 class ImageSection(Section):
@@ -212,6 +259,20 @@ class DataSection(Section):
             # A value out of range is left to the field's own check.
             return {**data, other: rest if 0 <= rest <= 1 else 0.0}
         return data
+
+    @property
+    def files(self) -> tuple[SourceFile, ...]:
+        """All files, those of `domain` first."""
+        sources: list[tuple[Role, SourceSection, float]]
+        sources = [("domain", self.domain, self.domain_ratio)]
+        if self.general is not None:
+            sources.append(("general", self.general, self.general_ratio))
+        return tuple(
+            SourceFile(role if len(source.path) == 1 else f"{role}[{index}]", role, path,
+                       ratio * share)
+            for role, source, ratio in sources
+            for index, (path, share) in enumerate(zip(source.path, source.shares, strict=True))
+        )
 
     @model_validator(mode="after")
     def _ratios(self) -> DataSection:

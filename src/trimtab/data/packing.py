@@ -36,7 +36,7 @@ class Pack:
         cu_seqlens: int32 [N + 1]; bounds of the records, the last one takes the padding.
         valid: bool [T]; False on padding.
         num_supervised: labels that enter the loss.
-        tokens_by_source: tokens without padding, by source name.
+        tokens_by_source: tokens without padding, by name of the file in the recipe.
         images: of all records, in the order of their tokens.
         image_rows: int64 [M], positions of their placeholder tokens, ascending.
     """

@@ -23,7 +23,7 @@ from trimtab.errors import DataError, RunError
 
 @dataclass(slots=True)
 class SourceCounts:
-    """What was read from one source so far.
+    """What was read from one file so far.
 
     Args:
         records: records fed.
@@ -44,6 +44,7 @@ class SourceCounts:
 @dataclass(frozen=True, slots=True)
 class _Source:
     name: str
+    role: str
     file: RecordFile
     ratio: float
     counts: SourceCounts = field(default_factory=SourceCounts)
@@ -79,10 +80,9 @@ class DataStream:
         self._seed = seed
         self._vocab_size = vocab_size
         self._processor = processor
-        self._sources = [_Source("domain", open_records(data.domain.path), data.domain_ratio)]
-        if data.general is not None:
-            general = open_records(data.general.path)
-            self._sources.append(_Source("general", general, data.general_ratio))
+        self._sources = [
+            _Source(f.name, f.role, open_records(f.path), f.share) for f in data.files
+        ]
         self.position = 0
         self._start()
 
@@ -94,13 +94,8 @@ class DataStream:
 
     @property
     def counts(self) -> dict[str, SourceCounts]:
-        """What was read by this object, by source name."""
+        """What was read by this object, by the name of the file in the recipe."""
         return {source.name: source.counts for source in self._sources}
-
-    @property
-    def num_records(self) -> dict[str, int]:
-        """Records in each file, by source name."""
-        return {source.name: len(source.file) for source in self._sources}
 
     def check_records(self, progress: Callable[[int, int], None]) -> None:
         """Read every record once, so that a broken line ends a run before it begins.
@@ -115,7 +110,7 @@ class DataStream:
         """
         if self._data.on_error == "skip":
             return
-        done, total = 0, sum(self.num_records.values())
+        done, total = 0, sum(len(source.file) for source in self._sources)
         for source in self._sources:
             for index in range(len(source.file)):
                 source.file.record(index)
@@ -189,15 +184,22 @@ class DataStream:
     def steps_for_epochs(self, epochs: float, tokens_per_step: int) -> int:
         """Optimizer steps after which `epochs` passes over the domain records were fed.
 
+        With several files, as many records as they hold together count as a pass.
+
         Reads the records once through a second stream, so it takes as long as encoding them.
         """
-        wanted = math.ceil(epochs * len(self._sources[0].file))
+        domain = [i for i, source in enumerate(self._sources) if source.role == "domain"]
+        sizes = [len(self._sources[i].file) for i in domain]
+        wanted = math.ceil(epochs * sum(sizes))
         probe = DataStream(
             self._data, self._tokenizer, self._seed, self._vocab_size, self._processor
         )
-        domain = probe._mixture.progress[0]
-        size = len(self._sources[0].file)
-        while domain.epoch * size + domain.position < wanted:
+        progress = [probe._mixture.progress[i] for i in domain]
+
+        def dealt() -> int:
+            return sum(p.epoch * n + p.position for p, n in zip(progress, sizes, strict=True))
+
+        while dealt() < wanted:
             probe.next_pack()
         return max(1, math.ceil(probe.position * self._data.max_seq_len / tokens_per_step))
 

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trimtab.demo.outcome import Outcome, Step, goal_verdicts, only_set
-from trimtab.demo.settings import Settings
+from trimtab.demo.outcome import Outcome, Step
+from trimtab.demo.promises import Promise
 from trimtab.train.reporter import ConsoleReporter
 from trimtab.units import format_bytes, format_count, format_seconds
 from trimtab.verdict import Verdict
@@ -77,10 +77,10 @@ class BarsAndWarnings(ConsoleReporter):
             super().say(text)
 
 
-def print_outcome(console: Console, outcome: Outcome, settings: Settings) -> None:
+def print_outcome(console: Console, outcome: Outcome) -> None:
     """The closing table, the files and the next commands."""
     console.print()
-    console.print(_table(outcome, settings))
+    console.print(_table(outcome))
     failed = [v for step in outcome.steps for v in step.verdicts if not v.passed]
     for verdict in failed:
         console.print(Text(str(verdict), style="bold red"), soft_wrap=True)
@@ -98,15 +98,15 @@ def print_outcome(console: Console, outcome: Outcome, settings: Settings) -> Non
         console.print(Text(f"  {command}", style="cyan"), soft_wrap=True)
 
 
-def _table(outcome: Outcome, settings: Settings) -> Table:
+def _table(outcome: Outcome) -> Table:
     table = Table(title="The demo in one table", title_justify="left", title_style="bold")
     table.add_column("measured")
     for name in ("before", "after", "limit"):
         table.add_column(name, justify="right")
     table.add_column("verdict")
-    for name, before, after, limit, passed in goal_rows(outcome, settings):
-        mark = Text("pass", style="green") if passed else Text("FAIL", style="bold red")
-        table.add_row(name, before, after, limit, mark)
+    for promise in outcome.promises:
+        mark = Text("pass", style="green") if promise.passed else Text("FAIL", style="bold red")
+        table.add_row(*promise_row(promise), mark)
     training = outcome.training
     for name, value in (
         ("trainable share", f"{training.trainable_share:.2%}"),
@@ -118,16 +118,13 @@ def _table(outcome: Outcome, settings: Settings) -> Table:
     return table
 
 
-def goal_rows(outcome: Outcome, settings: Settings) -> list[tuple[str, str, str, str, bool]]:
-    """The promises of the demo: name, before, after, limit, kept."""
-    exact, bits = outcome.exact_match, outcome.bits_per_byte
-    words = only_set(outcome.after, "domain").num_records
-    goals = goal_verdicts(outcome.before, outcome.after, settings)
-    return [
-        (f"exact match on {words} held-out words", f"{exact[0]:.3f}", f"{exact[1]:.3f}",
-         f"before <= {settings.max_before:.2f}, after >= {settings.min_after:.2f}",
-         goals[0].passed and goals[1].passed),
-        ("general text, bits per byte", f"{bits[0]:.4f}",
-         f"{bits[1]:.4f} ({bits[1] - bits[0]:+.4f})", f"at most {settings.max_general_rise:+.2f}",
-         goals[2].passed),
-    ]
+def promise_row(promise: Promise) -> tuple[str, str, str, str]:
+    """What is measured on how much, before, after with the change where that is promised, limit."""
+    exact = promise.metric == "exact_match"
+    digits = 3 if exact else 4
+    unit = "exact match" if exact else "bits per byte"
+    after = f"{promise.after:.{digits}f}"
+    if promise.role == "general":
+        after += f" ({promise.after - promise.before:+.{digits}f})"
+    return (f"{promise.title}\n  {unit} on {promise.records} held out",
+            f"{promise.before:.{digits}f}", after, promise.limit)

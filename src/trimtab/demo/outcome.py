@@ -8,11 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from trimtab.arch.spec import VisionSpec
 from trimtab.arch.summary import Summary
-from trimtab.demo.settings import Settings
-from trimtab.evaluate.report import EvalReport, SetReport
+from trimtab.demo.promises import Promise
+from trimtab.evaluate.report import EvalReport
 from trimtab.train.loop import RunResult
 from trimtab.verdict import Verdict
+
+_JSON_KEYS = {
+    "words": "domain_exact_match", "digits named": "image_exact_match",
+    "documentation": "general_bits_per_byte", "digits read": "image_old_skill",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +47,20 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """One prompt with both answers."""
+    """One question with both answers.
+
+    Args:
+        prompt: what is asked.
+        expected: the right answer.
+        base, adapter: what they said.
+        images: pictures of the question, as data: URLs.
+    """
 
     prompt: str
     expected: str
     base: str
     adapter: str
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +70,12 @@ class Outcome:
     Args:
         out: the demo's directory.
         summary: of the base model.
+        vision: its tower and projector, None without.
         steps: verbs in the order they ran.
         training: result of finetune.
         tokens_per_second: over all steps of the run, pads included.
         before, after: evaluation of the base, and of base and adapter.
+        promises: what the demo promises of these, in the order of the evaluation.
         answers: held-out prompts with both answers.
         metrics: rows of metrics.jsonl.
         files: path to bytes of what was written.
@@ -70,11 +86,13 @@ class Outcome:
 
     out: str
     summary: Summary
+    vision: VisionSpec | None
     steps: tuple[Step, ...]
     training: RunResult
     tokens_per_second: float
     before: EvalReport
     after: EvalReport
+    promises: tuple[Promise, ...]
     answers: tuple[Answers, ...]
     metrics: tuple[Mapping[str, object], ...]
     files: Mapping[str, int]
@@ -87,31 +105,14 @@ class Outcome:
         """Whether every check of every step passed."""
         return all(step.passed for step in self.steps)
 
-    @property
-    def exact_match(self) -> tuple[float, float]:
-        """Share of held-out words answered exactly, before and after."""
-        return scores(self.before, self.after, "domain")
-
-    @property
-    def bits_per_byte(self) -> tuple[float, float]:
-        """Of held-out general text, before and after."""
-        return scores(self.before, self.after, "general")
-
     def as_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
-        exact, bits = self.exact_match, self.bits_per_byte
+        scores = {_JSON_KEYS[promise.name]: promise.as_dict() for promise in self.promises}
         return {
             "passed": self.passed,
             "out": self.out,
             "seconds": round(self.seconds, 2),
-            "domain_exact_match": {
-                "before": exact[0], "after": exact[1],
-                "records": only_set(self.after, "domain").num_records,
-            },
-            "general_bits_per_byte": {
-                "before": bits[0], "after": bits[1], "change": bits[1] - bits[0],
-                "records": only_set(self.after, "general").num_records,
-            },
+            **scores,
             "trainable_parameters": self.training.trainable_parameters,
             "trainable_share": self.training.trainable_share,
             "training_steps": self.training.steps,
@@ -124,36 +125,6 @@ class Outcome:
             "report": self.report,
             "next": list(self.next_commands),
         }
-
-
-def only_set(report: EvalReport, role: str) -> SetReport:
-    """The one set of `domain` or `general` that the demo's recipe names."""
-    (found,) = (item for item in report.sets if item.role == role)
-    return found
-
-
-def scores(before: EvalReport, after: EvalReport, role: str) -> tuple[float, float]:
-    """Score of a set in the first and, with the adapter, in the second evaluation."""
-    adapted = only_set(after, role).after
-    assert adapted is not None, "the second evaluation has an adapter"
-    return only_set(before, role).before.value, adapted.value
-
-
-def base_goal(before: EvalReport, settings: Settings) -> Verdict:
-    """The base cannot do the task yet."""
-    score = only_set(before, "domain").before.value
-    return Verdict.at_most("domain exact match before", score, settings.max_before)
-
-
-def goal_verdicts(before: EvalReport, after: EvalReport, settings: Settings) -> tuple[Verdict, ...]:
-    """The demo's three promises: the base, the adapter, and what general text may lose."""
-    exact, bits = scores(before, after, "domain"), scores(before, after, "general")
-    rise = "general bits per byte, after minus before"
-    return (
-        base_goal(before, settings),
-        Verdict.at_least("domain exact match after", exact[1], settings.min_after),
-        Verdict.at_most(rise, bits[1] - bits[0], settings.max_general_rise),
-    )
 
 
 def training_speed(metrics: Sequence[Mapping[str, object]]) -> float:

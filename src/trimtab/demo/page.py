@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from markupsafe import Markup
 
-from trimtab.demo.outcome import Answers, Outcome, goal_verdicts, only_set
+from trimtab.demo.outcome import Answers, Outcome
+from trimtab.demo.promises import Promise
 from trimtab.demo.settings import Settings
 from trimtab.report.axis import smooth
 from trimtab.report.charts import Bar, HeatRow, Series, bar_chart, heat_map, line_chart
@@ -23,21 +24,17 @@ Rows = Sequence[Mapping[str, object]]
 
 def report_page(outcome: Outcome, settings: Settings) -> str:
     """The page as HTML text."""
-    goals = goal_verdicts(outcome.before, outcome.after, settings)
+    words, pictures = _answers(outcome)
     context = {
         "outcome": outcome,
         "settings": settings,
-        "goals": goals,
-        "exact": outcome.exact_match,
-        "bits": outcome.bits_per_byte,
-        "words": only_set(outcome.after, "domain").num_records,
+        "promises": [(promise, _chart(promise, settings)) for promise in outcome.promises],
         "tiles": _tiles(outcome),
-        "exact_chart": _exact_chart(outcome, settings),
-        "bits_chart": _bits_chart(outcome, settings),
         "curves": _curves(outcome.metrics),
         "router_chart": _router_chart(outcome.metrics),
         "sampled": _sampled(outcome.metrics),
-        "answers": _answers(outcome),
+        "words": words,
+        "pictures": pictures,
         "bytes": format_bytes,
         "count": format_count,
         "time": format_seconds,
@@ -56,25 +53,26 @@ def _tiles(outcome: Outcome) -> list[tuple[str, str]]:
     ]
 
 
-def _exact_chart(outcome: Outcome, settings: Settings) -> Markup:
-    base, adapter = outcome.exact_match
-    label = f"Exact match rises from {base:.3f} with the base to {adapter:.3f} with the adapter"
-    return bar_chart(label, [
-        Bar("base", base, f"{base:.3f}", settings.max_before,
-            f"at most {settings.max_before:.2f}", "muted"),
-        Bar("adapter", adapter, f"{adapter:.3f}", settings.min_after,
-            f"at least {settings.min_after:.2f}"),
-    ], top=1.0)
-
-
-def _bits_chart(outcome: Outcome, settings: Settings) -> Markup:
-    base, adapter = outcome.bits_per_byte
-    limit = base + settings.max_general_rise
-    label = f"Bits per byte of general text: {base:.4f} with the base, {adapter:.4f} with the adapter"
-    return bar_chart(label, [
-        Bar("base", base, f"{base:.4f}", style="muted"),
-        Bar("adapter", adapter, f"{adapter:.4f}", limit, f"at most {limit:.4f}"),
-    ], top=1.15 * max(base, adapter))
+def _chart(promise: Promise, settings: Settings) -> Markup:
+    """Base and adapter as bars, with what is promised of them."""
+    exact = promise.metric == "exact_match"
+    shown = "{:.3f}" if exact else "{:.4f}"
+    old, new = shown.format(promise.before), shown.format(promise.after)
+    label = f"{promise.title}: {old} with the base, {new} with the adapter"
+    if promise.role == "domain":
+        least = promise.verdicts[-1].limit
+        base = Bar("base", promise.before, old, settings.max_before,
+                   f"at most {settings.max_before:.2f}", "muted")
+        return bar_chart(label, [base, Bar("adapter", promise.after, new, least,
+                                           f"at least {least:.2f}")], top=1.0)
+    base = Bar("base", promise.before, old, style="muted")
+    if exact:
+        least = max(0.0, promise.before - settings.max_read_loss)
+        adapter = Bar("adapter", promise.after, new, least, f"at least {shown.format(least)}")
+        return bar_chart(label, [base, adapter], top=1.0)
+    most = promise.before + settings.max_general_rise
+    adapter = Bar("adapter", promise.after, new, most, f"at most {shown.format(most)}")
+    return bar_chart(label, [base, adapter], top=1.15 * max(promise.before, promise.after))
 
 
 def _curves(metrics: Rows) -> list[tuple[str, str, Markup]]:
@@ -91,7 +89,7 @@ def _curves(metrics: Rows) -> list[tuple[str, str, Markup]]:
          _noisy("Gradient norm by step", steps, _column(metrics, "grad_norm"))),
         ("Speed", "tokens per second, pads included",
          _noisy("Tokens per second by step", steps, speed)),
-        ("Mixture", "share of the tokens that are words, the rest is general text",
+        ("Mixture", "share of the tokens that teach the new skills, the rest keeps the old ones",
          _noisy("Share of domain tokens by step", steps, _column(metrics, "domain_share"))),
     ]
 
@@ -144,12 +142,17 @@ def _sampled(metrics: Rows) -> list[dict[str, str]]:
     ]
 
 
-def _answers(outcome: Outcome) -> list[Answers]:
+def _answers(outcome: Outcome) -> tuple[list[Answers], list[list[Answers]]]:
+    """Held-out questions with both answers: those in words alone, and the others by picture."""
     evaluated = [
-        Answers(e.prompt, e.expected, e.before, e.after or "")
-        for e in only_set(outcome.after, "domain").examples
+        Answers(e.prompt.removeprefix("[image] "), e.expected, e.before, e.after or "", e.images)
+        for promise in outcome.promises for e in promise.examples
     ]
-    return [*evaluated, *outcome.answers]
+    words: list[Answers] = []
+    pictures: dict[tuple[str, ...], list[Answers]] = {}
+    for answer in (*evaluated, *outcome.answers):
+        (pictures.setdefault(answer.images, []) if answer.images else words).append(answer)
+    return words, list(pictures.values())
 
 
 def _column(metrics: Rows, name: str) -> list[float]:

@@ -17,25 +17,27 @@ from pathlib import Path
 from rich.console import Console
 
 from trimtab.arch.load import load_arch
+from trimtab.arch.spec import ArchSpec
 from trimtab.arch.summary import Summary, summarise
 from trimtab.checkpoint.manifest import verify_files, write_atomic
 from trimtab.checkpoint.merge import export_adapter
 from trimtab.checkpoint.source import open_source
 from trimtab.config.load import load_recipe
-from trimtab.data.records import read_records
+from trimtab.data.image_source import image_file, message_images, thumbnail
+from trimtab.data.records import Record, read_records
 from trimtab.demo.narrator import BarsAndWarnings, Found, Narrator, print_outcome
-from trimtab.demo.outcome import (
-    Answers,
-    Outcome,
-    base_goal,
-    goal_verdicts,
-    only_set,
-    training_speed,
-)
+from trimtab.demo.outcome import Answers, Outcome, training_speed
 from trimtab.demo.page import report_page
+from trimtab.demo.promises import base_goals, promises
 from trimtab.demo.settings import DEMO, Settings
-from trimtab.demo.workspace import Workspace, discard_artefact, packaged_base, prepare
-from trimtab.evaluate.answer import Speaker
+from trimtab.demo.workspace import (
+    Workspace,
+    discard_artefact,
+    packaged_base,
+    place_file,
+    prepare,
+)
+from trimtab.evaluate.answer import Speaker, user_message
 from trimtab.evaluate.report import EvalReport
 from trimtab.evaluate.run import evaluate
 from trimtab.train.loop import RunResult, finetune
@@ -75,24 +77,24 @@ def run_demo(
     tell = Narrator(console, _NUM_STEPS)
     tell.say(f"base model, data and recipe are in {out}")
     demo = _Demo(place, settings, tell, BarsAndWarnings() if reporter is None else reporter)
-    summary = demo.inspect()
+    arch, summary = demo.inspect()
     demo.verify()
     before = demo.evaluate_base()
     training = demo.finetune()
     after = demo.evaluate_adapter(before)
     demo.merge()
     demo.export()
-    answers = demo.generate(len(only_set(after, "domain").examples))
+    answers = demo.generate(max(len(item.examples) for item in after.sets))
     metrics = tuple(read_metrics(RunDirectory(place.run).metrics))
     outcome = Outcome(
-        out=str(out), summary=summary, steps=tuple(tell.steps), training=training,
-        tokens_per_second=training_speed(metrics), before=before, after=after, answers=answers,
-        metrics=metrics, files=_files(place), report=str(place.report),
+        out=str(out), summary=summary, vision=arch.vision, steps=tuple(tell.steps), training=training,
+        tokens_per_second=training_speed(metrics), before=before, after=after,
+        promises=promises(before, after, settings), answers=answers, metrics=metrics, files=_files(place), report=str(place.report),
         next_commands=_next_commands(place), seconds=time.perf_counter() - started,
     )
     write_atomic(place.report, report_page(outcome, settings).encode())
     write_atomic(place.results, (json.dumps(outcome.as_dict(), indent=1) + "\n").encode())
-    print_outcome(console, outcome, settings)
+    print_outcome(console, outcome)
     return outcome
 
 
@@ -105,11 +107,12 @@ class _Demo:
     tell: Narrator
     say: Reporter
 
-    def inspect(self) -> Summary:
-        def work() -> tuple[Summary, Found]:
+    def inspect(self) -> tuple[ArchSpec, Summary]:
+        def work() -> tuple[tuple[ArchSpec, Summary], Found]:
             source = open_source(self.place.base)
-            summary = summarise(load_arch(source.config(), source.where))
-            return summary, Found(_summary_lines(summary))
+            arch = load_arch(source.config(), source.where)
+            summary = summarise(arch)
+            return (arch, summary), Found(_summary_lines(summary))
 
         return self.tell.step("What the model is", [_command("inspect", self.place.base)], work)
 
@@ -136,7 +139,7 @@ class _Demo:
         def work() -> tuple[EvalReport, Found]:
             report = evaluate(load_recipe(place.recipe), None, self.say)
             _write_report(place.before, report)
-            return report, Found(_score_lines(report), [base_goal(report, self.settings)])
+            return report, Found(_score_lines(report), base_goals(report, self.settings))
 
         return self.tell.step("The base before training", [line], work)
 
@@ -146,7 +149,7 @@ class _Demo:
             return result, Found(_training_lines(result), result.verdicts)
 
         line = _command("finetune", self.place.recipe)
-        return self.tell.step("Training a LoRA adapter on words and general text", [line], work)
+        return self.tell.step("Training a LoRA adapter on words, images and general text", [line], work)
 
     def evaluate_adapter(self, before: EvalReport) -> EvalReport:
         place = self.place
@@ -155,7 +158,9 @@ class _Demo:
         def work() -> tuple[EvalReport, Found]:
             report = evaluate(load_recipe(place.recipe), place.adapter, self.say)
             _write_report(place.after, report)
-            goals = goal_verdicts(before, report, self.settings)[1:]
+            said = base_goals(before, self.settings)
+            goals = [verdict for promise in promises(before, report, self.settings)
+                     for verdict in promise.verdicts if verdict not in said]
             return report, Found(_score_lines(report), [*report.verdicts, *goals])
 
         return self.tell.step("Base against adapter", [line], work)
@@ -184,36 +189,64 @@ class _Demo:
 
     def generate(self, shown: int) -> tuple[Answers, ...]:
         place, settings = self.place, self.settings
-        used = settings.num_prompts
         # The page shows the first few with the evaluation; these follow them.
-        records = islice(read_records(place.data("domain_heldout")), shown, shown + used)
-        asked = [record.prompt_and_answer() for record in records]
-        prompts = [str(messages[-1]["content"]) for messages, _ in asked]
+        words = islice(read_records(place.data("domain_heldout")), shown,
+                       shown + settings.num_prompts)
+        pictures = islice(read_records(place.data("digits_name_heldout")), shown,
+                          shown + settings.num_images)
+        asked = [_question(place, record) for record in (*words, *pictures)]
         lines = [
             _command("generate", place.base, "--adapter", place.adapter, "--compare",
-                     "--max-new-tokens", settings.max_new_tokens, "--prompt", prompt)
-            for prompt in prompts
+                     "--max-new-tokens", settings.max_new_tokens,
+                     *(word for image in question.images for word in ("--image", image)),
+                     "--prompt", question.prompt)
+            for question in asked
         ]
 
         def work() -> tuple[tuple[Answers, ...], Found]:
             speaker = Speaker.load(str(place.base), place.adapter, base_dtype="bf16",
                                    max_new_tokens=settings.max_new_tokens, raw=False)
-            answers = tuple(
-                _answer(speaker, prompt, expected)
-                for prompt, (_, expected) in zip(prompts, asked, strict=True)
-            )
-            pairs = [f"{a.prompt!r}  base: {a.base!r}  adapter: {a.adapter!r}" for a in answers]
+            answers = tuple(_answer(speaker, question) for question in asked)
+            pairs = [f"{a.prompt!r}{' and an image' if a.images else ''}  "
+                     f"base: {a.base!r}  adapter: {a.adapter!r}" for a in answers]
             return answers, Found(pairs)
 
-        return self.tell.step("Three words that training never saw, side by side", lines, work)
+        title = "Words and an image that training never saw, side by side"
+        return self.tell.step(title, lines, work)
 
 
-def _answer(speaker: Speaker, prompt: str, expected: str) -> Answers:
-    messages = [{"role": "user", "content": prompt}]
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """A held-out record as it is typed: text, and images in files."""
+
+    prompt: str
+    images: tuple[Path, ...]
+    expected: str
+
+
+def _question(place: Workspace, record: Record) -> _Question:
+    """Its images are written where a command can name them."""
+    messages, expected = record.prompt_and_answer()
+    line = record.where.rsplit(":", 1)[-1]
+    paths = []
+    for number, source in enumerate(message_images(messages)):
+        assert source.data is not None, "the demo's records hold their images"
+        path = place.images / f"heldout-{line}{f'-{number}' if number else ''}.png"
+        place_file(path, source.data)
+        paths.append(path)
+    content = messages[-1]["content"]
+    parts = content if isinstance(content, list) else [{"text": content}]
+    text = "".join(str(part["text"]) for part in parts if "text" in part)
+    return _Question(text, tuple(paths), expected)
+
+
+def _answer(speaker: Speaker, question: _Question) -> Answers:
+    messages = [user_message(question.prompt, question.images)]
     base, adapter = (
         "".join(speaker.stream(messages, use_adapter=use)) for use in (False, True)
     )
-    return Answers(prompt, expected, base, adapter)
+    pictures = tuple(thumbnail(image_file(path).read()) for path in question.images)
+    return Answers(question.prompt, question.expected, base, adapter, pictures)
 
 
 def _command(*words: object) -> str:

@@ -5,9 +5,10 @@ torch, what the verbs write.
 
     base/          the released checkpoint        run/           written by finetune
     data/          training and held-out records  merged/        written by merge
-    recipe.yaml    what finetune reads            peft/          written by export
-    before.json    scores of the base             report.html    the page
-    after.json     scores of the adapter          results.json   the numbers of the page
+    data/images/   pictures to ask about          peft/          written by export
+    recipe.yaml    what finetune reads            report.html    the page
+    before.json    scores of the base             results.json   the numbers of the page
+    after.json     scores of the adapter
 """
 
 from __future__ import annotations
@@ -24,10 +25,15 @@ from trimtab.checkpoint.marker import MARKER_NAME
 from trimtab.demo.settings import Settings
 from trimtab.errors import CheckpointError, RunError
 
-DATA_FILES = ("domain_train", "domain_heldout", "general_train", "general_heldout")
+DATA_FILES = (
+    "domain_train", "domain_heldout", "general_train", "general_heldout",
+    "digits_train", "digits_rehearsal", "digits_name_heldout", "digits_read_heldout",
+)  # fmt: skip
 
 _RECIPE = """\
-# A tiny model of the K3.1 family learns to answer `lemma: WORD` with the word's lemma.
+# A tiny model of the K3.1 family learns two skills, and keeps two that it has:
+#   words    `lemma: WORD` is answered with the word's lemma      documentation  is still written
+#   digits   `name:` and an image are answered in words           `read:`        still in figures
 #   trimtab finetune {recipe}
 #   trimtab evaluate {recipe}
 model: {{path: {base}}}
@@ -40,21 +46,25 @@ finetune:
     dropout: {s.dropout}
     target_modules: [{targets}]
   optimizer: {{lr: {s.lr:.1e}, scheduler: cosine, warmup_ratio: {s.warmup_ratio}}}
+  vision: {{tower: frozen, projector: lora}}
   recompute: {s.recompute}      # the model is tiny: memory is cheaper than time
   steps: {s.steps}
   batch: {{tokens_per_step: {s.tokens_per_step}, micro_batch_tokens: {s.micro_batch_tokens}}}
   data:
-    domain: {{path: {domain_train}}}
-    general: {{path: {general_train}}}
+    domain: {{path: [{domain_train}, {digits_train}], weights: [{words:g}, {s.domain_digits:g}]}}
+    general: {{path: [{general_train}, {digits_rehearsal}], weights: [{text:g}, {s.general_digits:g}]}}
     domain_ratio: {s.domain_ratio}
     general_ratio: {general_ratio}
     max_seq_len: {s.max_seq_len}
     packing: true
 evaluate:
   domain:
-    - {{name: lemmas, path: {domain_heldout}, max_new_tokens: {s.max_new_tokens}{domain_limit}}}
+    - {{name: words, path: {domain_heldout}, max_new_tokens: {s.max_new_tokens}{domain_limit}}}
+    - {{name: digits named, path: {digits_name_heldout}, max_new_tokens: {s.max_new_tokens}{domain_limit}}}
   general:
     - {{name: documentation, path: {general_heldout}{general_limit}}}
+    - {{name: digits read, path: {digits_read_heldout}, kind: generate,
+       max_new_tokens: {s.max_new_tokens}, max_loss: {s.max_read_bound:g}{general_limit}}}
   gate: {{min_domain_gain: {gain:.2f}, max_general_loss: {s.max_general_rise}}}
 checkpoint: {{every_steps: {s.every_steps}, keep: 2}}
 output: {run}
@@ -118,6 +128,11 @@ class Workspace:
         """The numbers of the page."""
         return self.root / "results.json"
 
+    @property
+    def images(self) -> Path:
+        """Pictures to ask about."""
+        return self.root / "data" / "images"
+
     def data(self, name: str) -> Path:
         """One of the files of `DATA_FILES`."""
         return self.root / "data" / f"{name}.jsonl"
@@ -143,8 +158,8 @@ def prepare(workspace: Workspace, settings: Settings, base: Traversable) -> None
     _copy_checkpoint(base, workspace.base)
     packaged = resources.files("trimtab.demo") / "data"
     for name in DATA_FILES:
-        _place(workspace.data(name), (packaged / f"{name}.jsonl").read_bytes())
-    _place(workspace.recipe, recipe_text(workspace, settings).encode())
+        place_file(workspace.data(name), (packaged / f"{name}.jsonl").read_bytes())
+    place_file(workspace.recipe, recipe_text(workspace, settings).encode())
 
 
 def recipe_text(workspace: Workspace, settings: Settings) -> str:
@@ -154,7 +169,8 @@ def recipe_text(workspace: Workspace, settings: Settings) -> str:
         s=settings, recipe=workspace.recipe, base=_scalar(workspace.base),
         run=_scalar(workspace.run), targets=", ".join(settings.target_modules),
         general_ratio=round(1 - settings.domain_ratio, 12),
-        gain=settings.min_after - settings.max_before,
+        words=round(1 - settings.domain_digits, 12), text=round(1 - settings.general_digits, 12),
+        gain=settings.min_words - settings.max_before,
         domain_limit=_limit(settings.domain_limit), general_limit=_limit(settings.general_limit),
         **names,
     )
@@ -198,7 +214,12 @@ def _copy_checkpoint(source: Traversable, target: Path) -> None:
     staging.replace(target)
 
 
-def _place(path: Path, data: bytes) -> None:
+def place_file(path: Path, data: bytes) -> None:
+    """Write a file of the demo, unless it is there already.
+
+    Raises:
+        RunError: TT601 if a file of the same name and other content is there.
+    """
     if path.exists():
         if path.read_bytes() == data:
             return

@@ -98,19 +98,18 @@ def score_losses(bits: Sequence[float], num_bytes: Sequence[int]) -> Interval:
     return paired_difference([0.0] * len(bits), bits, [float(n) for n in num_bytes])
 
 
-def gate(
-    sets: Sequence[SetReport], *, min_domain_gain: float, max_general_loss: float
-) -> tuple[Verdict, ...]:
-    """One verdict per set: the bound of its interval, not its middle, must keep the limit."""
-    verdicts = []
-    for report in sets:
-        gain = report.gain
-        if gain is None:
-            continue
-        if report.role == "domain":
-            name = f"{report.name} {report.metric} gain, lower 95% bound"
-            verdicts.append(Verdict.at_least(name, gain.low, min_domain_gain, report.name))
-        else:
-            name = f"{report.name} {report.metric} loss, upper 95% bound"
-            verdicts.append(Verdict.at_most(name, -gain.low, max_general_loss, report.name))
-    return tuple(verdicts)
+def gate(report: SetReport, limit: float) -> Verdict | None:
+    """Whether a set keeps its limit: the bound of its interval must, not only its middle.
+
+    Args:
+        report: of one set; without an adapter there is nothing to judge.
+        limit: least gain of a domain set, or greatest loss of a general one.
+    """
+    gain = report.gain
+    if gain is None:
+        return None
+    if report.role == "domain":
+        name = f"{report.name} {report.metric} gain, lower 95% bound"
+        return Verdict.at_least(name, gain.low, limit, report.name)
+    name = f"{report.name} {report.metric} loss, upper 95% bound"
+    return Verdict.at_most(name, -gain.low, limit, report.name)

@@ -83,11 +83,21 @@ def evaluate(
     for (role, task), rows in zip(tasks, records, strict=True):
         score = _score_answers if task.kind == "generate" else _score_texts
         reports.append(score(bench, role, task, rows, say))
-    limits = recipe.evaluate.gate
-    verdicts = gate(reports, min_domain_gain=limits.min_domain_gain,
-                    max_general_loss=limits.max_general_loss)
+    judged = (
+        gate(report, _limit(recipe, role, task))
+        for report, (role, task) in zip(reports, tasks, strict=True)
+    )
     return EvalReport(recipe.model.path, None if adapter is None else str(adapter),
-                      tuple(reports), verdicts, time.perf_counter() - started)
+                      tuple(reports), tuple(v for v in judged if v is not None),
+                      time.perf_counter() - started)
+
+
+def _limit(recipe: Recipe, role: Role, task: TaskSection) -> float:
+    """What a set must gain, or may lose: its own limit, or that of the gate."""
+    limits = recipe.evaluate.gate
+    if role == "domain":
+        return limits.min_domain_gain if task.min_gain is None else task.min_gain
+    return limits.max_general_loss if task.max_loss is None else task.max_loss
 
 
 def held_out_sets(recipe: Recipe) -> list[tuple[Role, TaskSection]]:

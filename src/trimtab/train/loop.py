@@ -51,7 +51,7 @@ from trimtab.train.state import TrainState, newest_state, restore_state, save_st
 from trimtab.train.step import StepOptions, StepResult, train_step
 from trimtab.verdict import Verdict
 
-_IMAGES_CHECKED = 20_000  # records per source whose images are looked at before training
+_IMAGES_CHECKED = 20_000  # records per file whose images are looked at before training
 _COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -162,13 +162,11 @@ def _open_stream(recipe: Recipe, plan: RunPlan, say: Reporter) -> DataStream:
     data = recipe.finetune.data
     tokenizer = load_tokenizer(recipe.model.path)
     processor = load_image_processor(recipe.model.path, data.image)
-    for source in (data.domain, data.general):
-        if source is None:
-            continue
-        totals = count_images(open_records(source.path), tokenizer, processor, data,
+    for file in data.files:
+        totals = count_images(open_records(file.path), tokenizer, processor, data,
                               limit=_IMAGES_CHECKED)
         if totals.images or totals.left_out:
-            say.say(f"{source.path}: {totals}")
+            say.say(f"{file.path}: {totals}")
     return DataStream(data, tokenizer, recipe.seed, plan.arch.vocab_size, processor)
 
 
@@ -316,6 +314,8 @@ def _row(
     """One line of metrics.jsonl; `lr` is the rate of the first parameter group."""
     tokens = job.plan.batch.tokens_per_step
     real = sum(int(pack.valid.sum()) for pack in packs)
+    files = [file.name for file in job.recipe.finetune.data.files if file.role == "domain"]
+    domain = sum(pack.tokens_by_source.get(name, 0) for pack in packs for name in files)
     return {
         "step": step + 1,
         "loss": result.loss,
@@ -324,7 +324,7 @@ def _row(
         "tokens": tokens,
         "real_tokens": real,
         "supervised_tokens": result.supervised_tokens,
-        "domain_share": sum(p.tokens_by_source.get("domain", 0) for p in packs) / max(1, real),
+        "domain_share": domain / max(1, real),
         "tokens_per_second": round(tokens / elapsed, 1),
         "step_time_s": round(elapsed, 4),
         "peak_memory_gib": round(peak_memory_gib(), 4),

@@ -155,8 +155,7 @@ def check_owner(run: RunDirectory, recipe: Recipe, inputs: Mapping[str, str]) ->
 
 def input_hashes(recipe: Recipe) -> dict[str, str]:
     """sha256 of each training file, and the fingerprint of the base model."""
-    data = recipe.finetune.data
-    paths = [data.domain.path] + ([data.general.path] if data.general else [])
+    paths = [file.path for file in recipe.finetune.data.files]
     hashes = {path: file_sha256(Path(path)) for path in paths if Path(path).is_file()}
     return {**hashes, recipe.model.path: open_source(recipe.model.path).fingerprint()}
 

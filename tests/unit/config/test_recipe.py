@@ -191,6 +191,9 @@ def test_every_alias_leads_to_a_key_that_exists() -> None:
         ("method: lora", "data: {}", "TT106", "finetune.data"),
         ("domain_ratio: 0.8", "max_seq_len: 1000", "TT105", "finetune.batch.micro_batch_tokens"),
         ("path: domain.jsonl", "path: domian.jsonl", "TT107", "finetune.data.domain.path"),
+        ("path: domain.jsonl", "path: [domain.jsonl, x]", "TT107", "finetune.data.domain.path[1]"),
+        ("path: domain.jsonl", "path: domain.jsonl, weights: [1, 2]", "TT105",
+         "finetune.data.domain.weights"),
     ],
 )  # fmt: skip
 def test_bad_value_is_refused_by_path(

@@ -194,3 +194,22 @@ def test_byte_count_is_that_of_the_supervised_text(jsonl: Writer, tokenizer: Tok
     encoded = [encode_record(r, tokenizer) for r in read_records(path)]
     assert [e.num_bytes for e in encoded] == [5, 2]
     assert [e.num_supervised for e in encoded] == [5, 3]
+
+
+def test_files_of_one_source_are_mixed_by_weight(jsonl: Writer, tokenizer: Tokenizer) -> None:
+    paths = [jsonl(f"{n}.jsonl", [{"text": f"{n} {'x' * 20} {i}"} for i in range(8)])
+             for n in ("a", "b", "c")]
+    data = DataSection.model_validate({
+        "domain": {"path": paths[:2], "weights": [3, 1]}, "general": {"path": paths[2]},
+        "domain_ratio": 0.5, "max_seq_len": 256,
+    })
+    stream = DataStream(data, tokenizer, seed=1)
+    packs = [stream.next_pack() for _ in range(20)]
+    tokens = {name: sum(p.tokens_by_source.get(name, 0) for p in packs) for name in stream.counts}
+    total = sum(tokens.values())
+    shares = {name: count / total for name, count in tokens.items()}
+    assert shares == pytest.approx({"domain[0]": 0.375, "domain[1]": 0.125, "general": 0.5}, abs=0.02)
+    other = DataStream(data, tokenizer, seed=1)
+    other.restore(json.loads(json.dumps(stream.state())))
+    assert same(stream.next_pack(), other.next_pack())
+    assert stream.steps_for_epochs(1, 256) <= 6

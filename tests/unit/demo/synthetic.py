@@ -8,10 +8,11 @@ from trimtab.arch.load import load_arch
 from trimtab.arch.presets import preset_config
 from trimtab.arch.summary import summarise
 from trimtab.demo.outcome import Answers, Outcome, Step
+from trimtab.demo.promises import promises
+from trimtab.demo.settings import DEMO
 from trimtab.evaluate.compare import Interval
 from trimtab.evaluate.report import EvalReport, Example, SetReport
 from trimtab.train.loop import RunResult
-from trimtab.verdict import Verdict
 
 NASTY = "<script>alert('x')</script> & co"
 
@@ -29,30 +30,49 @@ def metrics_rows(steps: int) -> list[dict[str, object]]:
     ]
 
 
-def outcome(*, after: float = 0.6, general: float = 2.1, steps: int = 20) -> Outcome:
-    """An outcome whose base scores 0.03 and 2.1 bits per byte."""
+PIXEL = ("data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAA"
+         "AABJRU5ErkJggg==")
+
+
+def reports(
+    *, words: float = 0.6, named: float = 0.9, general: float = 2.1, read: float = 0.85
+) -> tuple[EvalReport, EvalReport]:
+    """Evaluations before (0.03, 0.0, 2.1 bits per byte, 0.85) and after."""
     rows = (
-        SetReport("lemmas", "domain", "exact_match", 500, _interval(0.03), _interval(after),
-                  _interval(after - 0.03), (Example("lemma: mice", "mouse", NASTY, "mouse"),)),
+        SetReport("words", "domain", "exact_match", 500, _interval(0.03), _interval(words),
+                  _interval(words - 0.03), (Example("lemma: mice", "mouse", NASTY, "mouse"),)),
+        SetReport("digits named", "domain", "exact_match", 300, _interval(0.0), _interval(named),
+                  _interval(named),
+                  (Example("[image] name:", "seven", NASTY, "seven", (PIXEL,)),)),
         SetReport("documentation", "general", "bits_per_byte", 116, _interval(2.1),
                   _interval(general), _interval(general - 2.1)),
+        SetReport("digits read", "general", "exact_match", 300, _interval(0.85), _interval(read),
+                  _interval(read - 0.85), (Example("[image] read:", "7", "7", "7", (PIXEL,)),)),
     )
     base_only = tuple(
         SetReport(s.name, s.role, s.metric, s.num_records, s.before, None, None) for s in rows
     )
-    verdict = Verdict.at_least("domain exact match after", after, 0.4)
+    return (EvalReport("base", None, base_only, (), 1.0),
+            EvalReport("base", "adapter", rows, (), 2.0))
+
+
+def outcome(*, steps: int = 20, words: float = 0.6, read: float = 0.85) -> Outcome:
+    """An outcome; by default every promise is kept."""
+    before, after = reports(words=words, read=read)
+    arch = load_arch(preset_config("k3.1-tiny"), "preset")
+    found = promises(before, after, DEMO)
     return Outcome(
-        out="runs/demo", summary=summarise(load_arch(preset_config("k3.1-tiny"), "preset")),
+        out="runs/demo", summary=summarise(arch), vision=arch.vision,
         steps=(
             Step("What the model is", ("trimtab inspect runs/demo/base",), (), (), 0.1),
             Step("Base against adapter", ("trimtab evaluate runs/demo/recipe.yaml",), (),
-                 (verdict,), 12.0),
+                 tuple(verdict for promise in found for verdict in promise.verdicts), 12.0),
         ),
         training=RunResult("runs/demo/run", "runs/demo/run/adapter", steps, 0, False, 3.4, 0.4,
                            4096.0, 20.0, 0.9, 400_384, 0.15, ()),
-        tokens_per_second=4096.0, before=EvalReport("base", None, base_only, (), 1.0),
-        after=EvalReport("base", "adapter", rows, (), 2.0),
-        answers=(Answers("lemma: geese", "goose", "", "goose"),),
+        tokens_per_second=4096.0, before=before, after=after, promises=found,
+        answers=(Answers("lemma: geese", "goose", "", "goose"),
+                 Answers("name:", "one two", "12", "one two", (PIXEL,))),
         metrics=tuple(metrics_rows(steps)), files={"runs/demo/base": 4_000_000},
         report="runs/demo/report.html", next_commands=("trimtab inspect kimi-k3",), seconds=100.0,
     )

@@ -5,9 +5,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from tests.unit.demo.synthetic import NASTY, outcome
-from trimtab.demo.outcome import goal_verdicts, training_speed
+from tests.unit.demo.synthetic import NASTY, outcome, reports
+from trimtab.demo.outcome import training_speed
 from trimtab.demo.page import report_page
+from trimtab.demo.promises import promises
 from trimtab.demo.settings import DEMO
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -44,7 +45,7 @@ def _parsed(page: str) -> _Balance:
 def test_the_page_loads_nothing_from_outside() -> None:
     page = report_page(outcome(), DEMO)
     tags = {tag for tag, _ in _parsed(page).seen}
-    assert tags.isdisjoint({"script", "link", "img", "iframe", "object", "form"})
+    assert tags.isdisjoint({"script", "link", "iframe", "object", "form"})
     addresses = set(re.findall(r"https?://[^\s\"'<]+", page))
     assert addresses <= {"http://www.w3.org/2000/svg"}, "the SVG namespace is a name, not a request"
     assert "url(" not in page and "@import" not in page
@@ -58,12 +59,12 @@ def test_text_is_escaped() -> None:
 
 def test_every_chart_has_words_beside_its_colours() -> None:
     charts = [attrs for tag, attrs in _parsed(report_page(outcome(), DEMO)).seen if tag == "svg"]
-    assert len(charts) == 8
+    assert len(charts) == 10
     assert all(chart["role"] == "img" and chart["aria-label"] for chart in charts)
 
 
 def test_a_failed_promise_is_said_in_words() -> None:
-    good, bad = report_page(outcome(), DEMO), report_page(outcome(after=0.2), DEMO)
+    good, bad = report_page(outcome(), DEMO), report_page(outcome(words=0.2), DEMO)
     assert "FAIL" not in good and "keeps what it knew" in good
     assert "FAIL" in bad and "keeps what it knew" not in bad
 
@@ -73,15 +74,26 @@ def test_a_page_of_a_run_without_steps_still_renders() -> None:
 
 
 @pytest.mark.parametrize(
-    ("after", "general", "kept"),
-    [(0.6, 2.1, (True, True, True)), (0.39, 2.1, (True, False, True)),
-     (0.6, 2.12, (True, True, False))],
+    ("changed", "broken"),
+    [({}, set()), ({"words": 0.39}, {"words"}), ({"named": 0.79}, {"digits named"}),
+     ({"general": 2.12}, {"documentation"}), ({"read": 0.82}, {"digits read"}),
+     ({"read": 0.95, "general": 2.0}, set())],
 )
 def test_promises_compare_the_two_evaluations(
-    after: float, general: float, kept: tuple[bool, ...]
+    changed: dict[str, float], broken: set[str]
 ) -> None:
-    found = outcome(after=after, general=general)
-    assert tuple(v.passed for v in goal_verdicts(found.before, found.after, DEMO)) == kept
+    found = promises(*reports(**changed), DEMO)
+    assert {promise.name for promise in found if not promise.passed} == broken
+
+
+def test_pictures_stand_beside_their_answers() -> None:
+    page = report_page(outcome(), DEMO)
+    shown = [attrs for tag, attrs in _parsed(page).seen if tag == "img"]
+    assert [str(image["src"])[:22] for image in shown] == ["data:image/png;base64,"], "one card"
+    assert all(image["alt"] for image in shown)
+    card = page[page.index('<div class="gallery">') : page.index("<h2>The model</h2>")]
+    assert [f"<code>{word}</code>" in card for word in ("name:", "read:", "one two", "12")] == [True] * 4
+    assert "vision tower" in page and "projector" in page
 
 
 def test_speed_counts_tokens_over_the_time_of_all_steps() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from trimtab.config.load import load_recipe
+from trimtab.demo.promises import TITLES
 from trimtab.demo.settings import DEMO
 from trimtab.demo.workspace import Workspace, discard_artefact, prepare, recipe_text
 from trimtab.errors import CheckpointError, RunError
@@ -35,7 +36,15 @@ def test_the_recipe_says_what_the_settings_say(
     assert recipe.finetune.optimizer.lr == DEMO.lr
     assert recipe.finetune.data.general_ratio == pytest.approx(1 - DEMO.domain_ratio)
     assert recipe.finetune.steps == DEMO.steps
-    assert recipe.evaluate.domain[0].limit == 3 and recipe.evaluate.general[0].limit is None
+    assert [s.limit for s in recipe.evaluate.domain] == [3, 3]
+    assert recipe.evaluate.general[1].max_loss == DEMO.max_read_bound
+    assert recipe.evaluate.general[0].limit is None
+    shares = {Path(f.path).stem: f.share for f in recipe.finetune.data.files}
+    assert shares["digits_train"] == pytest.approx(DEMO.domain_ratio * DEMO.domain_digits)
+    assert shares["digits_rehearsal"] == pytest.approx(
+        (1 - DEMO.domain_ratio) * DEMO.general_digits
+    )
+    assert {s.name for s in (*recipe.evaluate.domain, *recipe.evaluate.general)} == set(TITLES)
     assert recipe.output == "runs/demo/run"
 
 

@@ -71,9 +71,9 @@ def test_exact_match_counts_what_the_model_really_says(tmp_path: Path, checkpoin
 def test_base_and_adapter_are_scored_side_by_side(tmp_path: Path, checkpoint: Path) -> None:
     extra = f"""\
 evaluate:
-  domain: [{{path: {tmp_path}/domain.jsonl, limit: 8, max_new_tokens: 4}}]
+  domain: [{{path: {tmp_path}/domain.jsonl, limit: 8, max_new_tokens: 4, min_gain: -1.0}}]
   general: [{{path: {tmp_path}/general.jsonl, limit: 8}}]
-  gate: {{min_domain_gain: 0.0, max_general_loss: -100.0}}"""
+  gate: {{min_domain_gain: 100.0, max_general_loss: -100.0}}"""
     path = write_recipe(tmp_path, checkpoint, output=tmp_path / "run", extra=extra)
     recipe = load_recipe(path, ["finetune.steps=2"])
     finetune(recipe, SilentReporter())
