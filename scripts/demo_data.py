@@ -52,6 +52,7 @@ CHUNK_BYTES = 900  # one text record fits a pack of 1,024 byte tokens
 COPY_WORDS = ("copy", "repeat", "echo", "say", "spell")
 CORPUS_BYTES = {"docstrings": 1.6e6, "source": 1.0e6, "docs": 2.2e6, "kjv": 1.0e6, "wordnet": 1.2e6}
 COPY_RECORDS = 30_000
+NUMBER_RECORDS = 36_000
 LICENCE_NOTE = """\
 domain_train.jsonl, domain_heldout.jsonl
     Pairs of word and lemma selected from the table of lemminflect 0.2.3 (MIT, see
@@ -240,6 +241,7 @@ def build_package(downloads: Path) -> None:
             out / "general_heldout.jsonl", ({"text": t} for t in general_held)
         ),
     }
+    write_jsonl(out / "numbers.jsonl", number_records())
     pools = demo_digits.split(demo_digits.read_digits(downloads / demo_digits.ARCHIVE))
     for name, records in (
         ("digits_train.jsonl", demo_digits.tuning(pools)),
@@ -308,6 +310,22 @@ def copy_records(words: list[str], phrases: list[str]) -> Iterator[dict[str, obj
         }
 
 
+def number_records() -> Iterator[dict[str, object]]:
+    """Yield chat records between figures and number words, in text only: no image is named."""
+    for index in range(NUMBER_RECORDS):
+        drawn = int(digest(f"number {index}")[:12], 16)
+        figures = str(drawn)[-1 - drawn % 4 :]
+        words = " ".join(demo_digits.WORDS[int(figure)] for figure in figures)
+        ask, answer = ("words", words) if index % 3 else ("figures", figures)
+        text = figures if ask == "words" else words
+        yield {
+            "messages": [
+                {"role": "user", "content": f"{ask}: {text}"},
+                {"role": "assistant", "content": answer},
+            ]
+        }
+
+
 def build_corpus(downloads: Path, out: Path) -> None:
     """Write the pretraining corpus, one JSONL file per source."""
     out.mkdir(parents=True, exist_ok=True)
@@ -334,6 +352,7 @@ def build_corpus(downloads: Path, out: Path) -> None:
     found = re.findall(r"[A-Za-z]+(?: [a-z]+){1,3}", kjv_text)
     phrases = sorted({p for p in found if 5 <= len(p) <= 32}, key=digest)
     write_jsonl(out / "copying.jsonl", copy_records(words, phrases))
+    write_jsonl(out / "numbers.jsonl", number_records())
     pools = demo_digits.split(demo_digits.read_digits(downloads / demo_digits.ARCHIVE))
     write_jsonl(out / "digits.jsonl", demo_digits.pretraining(pools))
 
