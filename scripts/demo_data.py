@@ -241,7 +241,6 @@ def build_package(downloads: Path) -> None:
             out / "general_heldout.jsonl", ({"text": t} for t in general_held)
         ),
     }
-    write_jsonl(out / "numbers.jsonl", number_records())
     pools = demo_digits.split(demo_digits.read_digits(downloads / demo_digits.ARCHIVE))
     for name, records in (
         ("digits_train.jsonl", demo_digits.tuning(pools)),

@@ -31,8 +31,9 @@ TUNE_RECORDS = 1_650
 REHEARSAL_RECORDS = 250
 PRETRAIN_RECORDS = 30_000
 # Share of records with one, two, three and four digits; short ones keep the package small.
-HELD_OUT_LENGTHS = (1, 2, 3, 4)
-TUNE_LENGTHS = (1, 1, 1, 2, 2, 2, 3, 3, 4, 1)
+HELD_OUT_LENGTHS = {"read:": (1, 2, 3, 4), "name:": (1, 2)}
+TUNE_LENGTHS = (1, 2, 2)
+REHEARSAL_LENGTHS = (1, 2, 3, 4)
 PRETRAIN_LENGTHS = (1, 1, 2, 2, 3, 3, 4, 4, 4, 1)
 
 Row = tuple[int, ...]
@@ -122,10 +123,11 @@ def record(digits: Sequence[Digit], instruction: str) -> dict[str, object]:
 
 
 def held_out(pools: Pools, instruction: str) -> Iterator[dict[str, object]]:
-    """Yield the evaluation records; each held-out digit appears in one of them."""
+    """Yield the evaluation records; no held-out digit appears in two of them."""
     begin = 0
     for index in range(HELD_OUT_RECORDS):
-        length = HELD_OUT_LENGTHS[index % len(HELD_OUT_LENGTHS)]
+        lengths = HELD_OUT_LENGTHS[instruction]
+        length = lengths[index % len(lengths)]
         yield record(pools.held_out[begin : begin + length], instruction)
         begin += length
 
@@ -148,7 +150,7 @@ def tuning(pools: Pools) -> Iterator[dict[str, object]]:
 
 def rehearsal(pools: Pools) -> Iterator[dict[str, object]]:
     """Yield records of the old instruction that tuning mixes in so that it is not forgotten."""
-    return _drawn("rehearsal", pools.tune, TUNE_LENGTHS, REHEARSAL_RECORDS, "read:")
+    return _drawn("rehearsal", pools.tune, REHEARSAL_LENGTHS, REHEARSAL_RECORDS, "read:")
 
 
 def pretraining(pools: Pools) -> Iterator[dict[str, object]]:

@@ -17,7 +17,8 @@ class Settings:
         tokens_per_step, micro_batch_tokens, max_seq_len: tokens of a step, of one forward pass,
             of a pack.
         rank, alpha, dropout, target_modules: the adapter; the image projector gets one as well.
-        lr, warmup_ratio: peak learning rate and share of the steps that rise to it.
+        lr, projector_lr, warmup_ratio: peak learning rates, of the image projector apart, and share of
+            the steps that rise to them.
         domain_ratio: share of the tokens that teach something new; the rest keeps what is known.
         domain_digits: share of the domain's tokens that are images to name; the rest are words.
         general_digits: share of the general tokens that are images to read; the rest is text.
@@ -33,9 +34,9 @@ class Settings:
         num_prompts, num_images: words and images answered side by side at the end.
     """
 
-    steps: int = 90
-    tokens_per_step: int = 4096
-    micro_batch_tokens: int = 4096
+    steps: int = 140
+    tokens_per_step: int = 2048
+    micro_batch_tokens: int = 2048
     max_seq_len: int = 512
     rank: int = 32
     alpha: int = 64
@@ -43,13 +44,14 @@ class Settings:
     target_modules: tuple[str, ...] = (
         "q_proj", "k_proj", "v_proj", "o_proj", "dense_ffn", "shared_experts",
     )  # fmt: skip
-    lr: float = 2.0e-3
+    lr: float = 1.0e-3
+    projector_lr: float = 2.0e-4
     warmup_ratio: float = 0.05
     domain_ratio: float = 0.8
-    domain_digits: float = 0.4
-    general_digits: float = 0.25
+    domain_digits: float = 0.5
+    general_digits: float = 0.35
     recompute: str = "none"
-    every_steps: int = 20
+    every_steps: int = 35
     max_new_tokens: int = 32
     domain_limit: int | None = None
     general_limit: int | None = None

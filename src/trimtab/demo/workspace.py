@@ -45,7 +45,11 @@ finetune:
     alpha: {s.alpha}
     dropout: {s.dropout}
     target_modules: [{targets}]
-  optimizer: {{lr: {s.lr:.1e}, scheduler: cosine, warmup_ratio: {s.warmup_ratio}}}
+  optimizer:
+    lr: {s.lr:.1e}
+    lr_by_branch: {{projector: {s.projector_lr:.1e}}}
+    scheduler: cosine
+    warmup_ratio: {s.warmup_ratio}
   vision: {{tower: frozen, projector: lora}}
   recompute: {s.recompute}      # the model is tiny: memory is cheaper than time
   steps: {s.steps}
