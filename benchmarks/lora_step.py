@@ -36,7 +36,7 @@ from trimtab.checkpoint.load import load_model
 from trimtab.models.context import ForwardContext
 from trimtab.models.lora import inject, lora_parameters
 from trimtab.ops.cross_entropy import chunked_cross_entropy
-from trimtab.train.run_dir import peak_memory_gib
+from trimtab.train.memory import peak_memory_gib
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 RANK, ALPHA, LR = 16, 32, 1e-4
