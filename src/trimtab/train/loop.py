@@ -273,7 +273,9 @@ def _run_steps(
             begun = time.perf_counter()
             packs = [job.stream.next_pack() for _ in range(batch.packs_per_step)]
             described = described or _describe_images(job, packs, say)
-            rate = set_learning_rate(job.optimizer, job.schedule.factor(step))
+            factor = job.schedule.factor(step)
+            set_learning_rate(job.optimizer, factor)
+            rate = job.recipe.finetune.optimizer.lr * factor
             load = RouterLoad()
             result = train_step(job.model, packs, parameters, job.optimizer, step=step,
                                 options=job.options, load=load)
@@ -311,7 +313,7 @@ def _row(
     job: _Job, step: int, rate: float, result: StepResult, packs: Sequence[Pack],
     load: RouterLoad, elapsed: float,
 ) -> dict[str, object]:
-    """One line of metrics.jsonl; `lr` is the rate of the first parameter group."""
+    """One line of metrics.jsonl; `lr` is that of targets without a rate of their own."""
     tokens = job.plan.batch.tokens_per_step
     real = sum(int(pack.valid.sum()) for pack in packs)
     files = [file.name for file in job.recipe.finetune.data.files if file.role == "domain"]

@@ -75,11 +75,10 @@ def build_optimizer(
     )
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> float:
-    """Scale each group's initial rate by `factor`; return the first group's rate."""
+def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Scale each group's initial rate by `factor`."""
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * factor
-    return float(optimizer.param_groups[0]["lr"])
 
 
 def _rate(options: OptimizerOptions, branch: str) -> float:
