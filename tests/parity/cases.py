@@ -7,19 +7,16 @@ on them and `python -m tests.parity.table` writes them into docs/parity.md.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.oracles import naive_k3, random_k3, random_kimi_linear
 from tests.oracles.random_tensors import random_ids, save_checkpoint
+from tests.oracles.run_hf import run_hf
 from tests.support.compare import relative_error
 from tests.support.prompts import Prompt, image_batch
 from trimtab.arch.spec import ArchSpec
@@ -30,7 +27,6 @@ from trimtab.models.decoder import CausalLM
 from trimtab.models.tape import ChoiceTape
 from trimtab.ops.cross_entropy import cross_entropy
 
-HF_SCRIPT = Path(naive_k3.__file__).with_name("hf_kimi_linear.py")
 LENGTHS = (7, 70)
 GRIDS = (((1, 4, 6),), ((1, 2, 4), (3, 6, 2)))  # frames, rows, columns of the images of a prompt
 SEED = 1
@@ -63,22 +59,21 @@ def kimi_linear(folder: Path, dtype: str, **fields: object) -> Reference:
     config = random_kimi_linear.tiny_config(**fields)
     random_kimi_linear.write_checkpoint(folder, config, seed=SEED)
     sequences = [random_ids(config, n, seed=n) for n in LENGTHS]
-    ids, out = folder / "ids.json", folder / f"{dtype}.out"
-    ids.write_text(json.dumps(sequences))
-    command = [sys.executable, str(HF_SCRIPT), str(folder), str(ids), str(out), "--dtype", dtype]
-    done = subprocess.run([*command, "--grads"], capture_output=True, text=True, timeout=200)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    found = load_file(out)
-    hidden: list[dict[str, Tensor]] = [{} for _ in LENGTHS]
+    return hf_reference(folder, sequences, dtype)
+
+
+def hf_reference(folder: Path, sequences: list[list[int]], dtype: str) -> Reference:
+    """What transformers computes on the checkpoint in `folder`."""
+    found = run_hf(folder, sequences, dtype)
+    hidden: list[dict[str, Tensor]] = [{} for _ in sequences]
     for name, value in found.items():
         if name.startswith("hidden."):
             _, n, place = name.split(".")
             hidden[int(n)][place] = value
     return Reference(
         [Prompt(ids) for ids in sequences],
-        [found[f"logits.{n}"] for n in range(len(LENGTHS))],
-        [float(found[f"loss.{n}"]) for n in range(len(LENGTHS))],
+        [found[f"logits.{n}"] for n in range(len(sequences))],
+        [float(found[f"loss.{n}"]) for n in range(len(sequences))],
         hidden,
         {n.removeprefix("grad."): v for n, v in found.items() if n.startswith("grad.")},
     )

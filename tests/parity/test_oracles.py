@@ -1,18 +1,14 @@
 """The oracles themselves: against transformers in float64, and against their own invariants."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.oracles import naive_k3, naive_ops, random_k3, random_kimi_linear
 from tests.oracles.random_tensors import random_ids
+from tests.oracles.run_hf import run_hf
 
-HF_SCRIPT = Path(naive_k3.__file__).with_name("hf_kimi_linear.py")
 LOGIT_RTOL = 1e-10  # measured 4e-15
 GRAD_RTOL = 1e-9  # measured 8e-14
 EXACT = 1e-13  # the same float64 sums in another order
@@ -38,13 +34,7 @@ def test_naive_kimi_linear_equals_transformers(variant: str, tmp_path: Path) -> 
     config = random_kimi_linear.tiny_config(rank, **fields)
     tensors = random_kimi_linear.write_checkpoint(tmp_path, config, seed=0)
     sequences = [random_ids(config, length, seed=length) for length in (5, 70)]
-    ids, out = tmp_path / "ids.json", tmp_path / "out" / "hf.safetensors"
-    ids.write_text(json.dumps(sequences))
-    out.parent.mkdir()
-    command = [sys.executable, str(HF_SCRIPT), str(tmp_path), str(ids), str(out), "--grads"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    hf = load_file(out)
+    hf = run_hf(tmp_path, sequences)
 
     leaves = naive_k3.float64_leaves(tensors)
     for n, sequence in enumerate(sequences):
