@@ -66,7 +66,16 @@ class KDASpec:
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding of the MLA rope slice."""
+    """Rotary position embedding of the MLA rope slice.
+
+    Args:
+        theta: base of the frequencies.
+        layout: `interleaved` turns channels (2i, 2i+1), `half` turns (i, i + width/2).
+        yarn_factor: slow channels are stretched by it; None without YaRN.
+        yarn_original: positions of the pretraining that YaRN stretches.
+        yarn_beta_fast, yarn_beta_slow: turns over those positions between which the ramp runs.
+        amplitude: factor on cosines and sines.
+    """
 
     theta: float
     layout: Literal["interleaved", "half"] = "interleaved"
@@ -74,6 +83,7 @@ class RopeSpec:
     yarn_original: int = 4096
     yarn_beta_fast: float = 32.0
     yarn_beta_slow: float = 1.0
+    amplitude: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +94,8 @@ class IndexerSpec:
         heads: index heads.
         dim: index head dim.
         top_k: keys kept per query; a query with fewer visible keys keeps all.
-        rope_layout: None where the indexer is not rotated.
+        rope_layout: how the first qk_rope_head_dim channels of index queries and keys are turned;
+            None where the indexer is not rotated.
         pool: keys per pooled key, 1 for a token indexer.
         share: `shared` layers reuse the selection of the previous full layer.
         norm_eps: of the key LayerNorm.

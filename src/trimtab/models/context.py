@@ -126,6 +126,13 @@ class ForwardContext:
         """[T] int64, index of each token among the new tokens of its sequence."""
         return torch.arange(sum(self.lengths), device=self.device) - self.borders.starts
 
+    @property
+    def slots(self) -> Tensor:
+        """[T] int64, index of each token in its whole sequence, cached tokens counted."""
+        if self.cache is None:
+            return self.positions
+        return self.cache.lengths[self.sequence_ids] + self.positions
+
     @cached_property
     def sequence_ids(self) -> Tensor:
         """[T] int64, 0..N-1."""

@@ -64,14 +64,26 @@ class DecoderLayer(nn.Module):
             packed = types.packed and spec.ffn.form == "mxfp4"
             self.mlp = MoE(spec.ffn, d, index, types.main, types.island, packed)
 
-    def forward(self, state: StreamState, ctx: ForwardContext) -> StreamState:
-        """One layer's effect on the residual stream."""
-        x = read(self, "self_attention_res", state)
+    def forward(
+        self, state: StreamState, selected: Tensor | None, ctx: ForwardContext
+    ) -> tuple[StreamState, Tensor | None]:
+        """One layer's effect on the residual stream, and on the selection of sparse attention.
+
+        Args:
+            state: the residual stream.
+            selected: what the last layer with an indexer selected, see `MLA.forward`.
+            ctx: the pack.
+        """
+        x = self.input_layernorm(read(self, "self_attention_res", state))
         if self.starts_block:
             state = banked(state)
-        state = state.write(self.self_attn(self.input_layernorm(x), ctx))
+        if isinstance(self.self_attn, MLA):
+            mixed, selected = self.self_attn(x, selected, ctx)
+        else:
+            mixed = self.self_attn(x, ctx)
+        state = state.write(mixed)
         y = read(self, "mlp_res", state)
-        return state.write(self.mlp(self.post_attention_layernorm(y), ctx))
+        return state.write(self.mlp(self.post_attention_layernorm(y), ctx)), selected
 
 
 class CausalLM(nn.Module):
@@ -126,15 +138,15 @@ class CausalLM(nn.Module):
             features = self.image_features(input_ids, ctx.images, ctx)
             x = x.index_copy(0, ctx.images.rows, features)
         _observe(ctx, "embed", x)
-        state = StreamState(x)
+        state, selected = StreamState(x), None
         for index, layer in enumerate(self.layers):
             if ctx.recompute and torch.is_grad_enabled():
-                state = checkpoint(
-                    layer, state, ctx, use_reentrant=False, context_fn=_replay(ctx),
+                state, selected = checkpoint(
+                    layer, state, selected, ctx, use_reentrant=False, context_fn=_replay(ctx),
                     preserve_rng_state=False,
                 )
             else:
-                state = layer(state, ctx)
+                state, selected = layer(state, selected, ctx)
             _observe(ctx, str(index), state.hidden)
         hidden: Tensor = self.norm(read(self, "output_attn_res", state))
         _observe(ctx, "final", hidden)

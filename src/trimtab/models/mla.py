@@ -2,6 +2,9 @@
 
 Training expands keys and values per head. Decoding caches the normed latent and the shared key
 part only, and absorbs kv_b into the query and the output.
+
+A layer whose indexer is shared takes over the selection of the layer before it: the selection is
+an explicit value that goes in and comes out of every layer.
 """
 
 from __future__ import annotations
@@ -17,6 +20,10 @@ from trimtab.ops.attention.indexer import index_scores, select_keys, select_mask
 from trimtab.ops.backends import OpTable
 from trimtab.ops.norm import layer_norm
 from trimtab.ops.precision import island_dtype
+from trimtab.ops.rope import rope_tables, rotate, rotate_head
+
+# Cosines and sines [T, P/2] of the tokens of a pass.
+Rotation = tuple[Tensor, Tensor]
 
 
 class Indexer(nn.Module):
@@ -31,19 +38,27 @@ class Indexer(nn.Module):
         self.weights_proj = Linear(d, spec.heads, dtype)
 
     @torch.no_grad()
-    def queries(self, x: Tensor, q_latent: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+    def queries(
+        self, x: Tensor, q_latent: Tensor, rotation: Rotation | None, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
         """Index queries [T, H, K] scaled by K^-1/2 and head weights [T, H] scaled by H^-1/2."""
         dtype = island_dtype(x)
         q = self.wq_b(q_latent, ctx).to(dtype).unflatten(-1, (self.spec.heads, self.spec.dim))
+        q = self._rotated(q, rotation)
         w = self.weights_proj(x, ctx).to(dtype) * self.spec.heads**-0.5
         return q * self.spec.dim**-0.5, w
 
     @torch.no_grad()
-    def keys(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+    def keys(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
         """Index keys [T, K] in at least float32."""
         k = self.wk(x, ctx)
         normed = layer_norm(k, self.k_norm.weight, self.k_norm.bias, self.spec.norm_eps)
-        return normed.to(island_dtype(x))
+        return self._rotated(normed.to(island_dtype(x)), rotation)
+
+    def _rotated(self, x: Tensor, rotation: Rotation | None) -> Tensor:
+        if rotation is None or self.spec.rope_layout is None:
+            return x
+        return rotate_head(x, *rotation, self.spec.rope_layout)
 
 
 class MLA(nn.Module):
@@ -84,30 +99,51 @@ class MLA(nn.Module):
         if spec.indexer is not None and spec.indexer.share == "full":
             self.indexer = Indexer(spec.indexer, d, q_in, dtype)
 
-    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """[T, D] -> [T, D]."""
+    def forward(
+        self, x: Tensor, selected: Tensor | None, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor | None]:
+        """One mixer.
+
+        Args:
+            x: [T, D].
+            selected: what the layer before selected, for a shared indexer; see the return value.
+            ctx: the pack.
+
+        Returns:
+            [T, D], and the keys this layer attended to where it has an indexer: [T, top_k] int32
+            positions in the pack, or a mask [N, t, S] while decoding; None for all visible keys.
+        """
+        spec = self.spec
         q_latent = x
-        if self.spec.q_lora_rank is not None:
+        if spec.q_lora_rank is not None:
             q_latent = self.q_a_layernorm(self.q_a_proj(x, ctx))
             q = self.q_b_proj(q_latent, ctx)
         else:
             q = self.q_proj(x, ctx)
-        q = q.unflatten(-1, (self.spec.num_heads, self.spec.qk_head_dim))
-        sizes = (self.spec.kv_lora_rank, self.spec.qk_rope_head_dim)
+        q = q.unflatten(-1, (spec.num_heads, spec.qk_head_dim))
+        sizes = (spec.kv_lora_rank, spec.qk_rope_head_dim)
         latent, k_rope = self.kv_a_proj_with_mqa(x, ctx).split(sizes, -1)
         latent = self.kv_a_layernorm(latent)
+        slots = ctx.slots
+        rotation = None
+        if spec.rope is not None:
+            rotation = rope_tables(slots, spec.rope, spec.qk_rope_head_dim, island_dtype(x))
+            q_nope, q_rope = q.split((spec.qk_nope_head_dim, spec.qk_rope_head_dim), -1)
+            q = torch.cat((q_nope, rotate(q_rope, *rotation, spec.rope.layout)), -1)
+            k_rope = rotate(k_rope, *rotation, spec.rope.layout)
         if ctx.cache is None:
-            o = self._packed(x, q_latent, q, latent, k_rope, ctx)
+            selected = self._selection(x, q_latent, rotation, selected, ctx)
+            o = self._packed(q, latent, k_rope, selected, ctx)
         else:
-            o = self._cached(x, q_latent, q, latent, k_rope, ctx)
+            o, selected = self._cached(x, q_latent, rotation, q, latent, k_rope, selected, ctx)
         if self.g_proj is not None:
             gate = torch.sigmoid(self.g_proj(x, ctx))
             o = o * gate.view(*o.shape[:-1], -1)
         y: Tensor = self.o_proj(o.flatten(-2), ctx)
-        return y
+        return y, selected
 
     def _packed(
-        self, x: Tensor, q_latent: Tensor, q: Tensor, latent: Tensor, k_rope: Tensor,
+        self, q: Tensor, latent: Tensor, k_rope: Tensor, selected: Tensor | None,
         ctx: ForwardContext,
     ) -> Tensor:
         """[T, H, V] with keys and values expanded per head."""
@@ -116,45 +152,55 @@ class MLA(nn.Module):
         kv = self.kv_b_proj(latent, ctx).unflatten(-1, (heads, nope + value))
         k_nope, v = kv.split((nope, value), -1)
         k = torch.cat((k_nope, k_rope.unsqueeze(1).expand(-1, heads, -1)), -1)
-        selected = self._selection(x, q_latent, ctx)
         scale = self.spec.softmax_scale
         return self.ops.attention(q, k, v, scale, ctx.borders, ctx.cu_seqlens, selected)
 
-    def _selection(self, x: Tensor, q_latent: Tensor, ctx: ForwardContext) -> Tensor | None:
-        if self.indexer is None or max(ctx.lengths, default=0) <= self.indexer.spec.top_k:
-            return None  # every query keeps all it can see: exactly dense
+    def _selection(
+        self, x: Tensor, q_latent: Tensor, rotation: Rotation | None, before: Tensor | None,
+        ctx: ForwardContext,
+    ) -> Tensor | None:
+        """Keys of every query of a pack, [T, top_k] int32; None keeps all it can see."""
+        spec = self.spec.indexer
+        if spec is None:
+            return None
+        if self.indexer is None:
+            return before
+        if max(ctx.lengths, default=0) <= spec.top_k:
+            return None  # exactly dense
         indexer = self.indexer
 
         def compute() -> Tensor:
-            q, w = indexer.queries(x, q_latent, ctx)
-            return select_keys(q, indexer.keys(x, ctx), w, indexer.spec.top_k, ctx.borders)
+            q, w = indexer.queries(x, q_latent, rotation, ctx)
+            return select_keys(q, indexer.keys(x, rotation, ctx), w, spec.top_k, ctx.borders)
 
         return ctx.choose(self.layer, "selection", compute)
 
     def _cached(
-        self, x: Tensor, q_latent: Tensor, q: Tensor, latent: Tensor, k_rope: Tensor,
-        ctx: ForwardContext,
-    ) -> Tensor:
-        """[T, H, V] against cached latents, with kv_b absorbed."""
+        self, x: Tensor, q_latent: Tensor, rotation: Rotation | None, q: Tensor, latent: Tensor,
+        k_rope: Tensor, selected: Tensor | None, ctx: ForwardContext,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[T, H, V] against cached latents, with kv_b absorbed, and the mask [N, t, S] used."""
         assert ctx.cache is not None, "only called while decoding"
         cache = ctx.cache.layers[self.layer]
         assert isinstance(cache, MLACache), "the cache was built for this architecture"
         wide = island_dtype(x)
         parts = [latent.to(wide), k_rope.to(wide)]
         if self.indexer is not None:
-            parts.append(self.indexer.keys(x, ctx))
-        past = ctx.cache.lengths[ctx.sequence_ids]
-        slots = past + ctx.positions
+            parts.append(self.indexer.keys(x, rotation, ctx))
+        slots = ctx.slots
         rows = cache.append(torch.cat(parts, -1), ctx.sequence_ids, slots, int(slots.max()) + 1)
         rows = rows[:, : int(slots.max()) + 1]
         keys = rows[..., : self.spec.kv_lora_rank + self.spec.qk_rope_head_dim]
         queries = _Padded(ctx, slots)
         visible = torch.arange(rows.shape[1], device=x.device) <= queries.slots.unsqueeze(-1)
         if self.indexer is not None:
-            iq, w = self.indexer.queries(x, q_latent, ctx)
+            iq, w = self.indexer.queries(x, q_latent, rotation, ctx)
             scores = index_scores(queries.pad(iq), rows[..., keys.shape[-1] :], queries.pad(w))
             visible = select_mask(scores, visible, self.indexer.spec.top_k)
-        return self._absorbed(queries.pad(q.to(wide)), keys, visible, queries).to(x.dtype)
+        elif self.spec.indexer is not None and selected is not None:
+            visible = selected
+        o = self._absorbed(queries.pad(q.to(wide)), keys, visible, queries).to(x.dtype)
+        return o, None if self.spec.indexer is None else visible
 
     def _absorbed(
         self, q: Tensor, keys: Tensor, visible: Tensor, queries: _Padded
