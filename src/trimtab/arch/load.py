@@ -10,14 +10,19 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from trimtab.arch.readers import kimi_k3, kimi_linear
+from trimtab.arch.readers import glm5_next, kimi_k3, kimi_linear
 from trimtab.arch.spec import ArchSpec
 from trimtab.errors import ArchError, ConfigError
 
 Reader = Callable[[Mapping[str, object], str], ArchSpec]
 
 # model_type -> reader; the weight map of the same family stands in `maps`.
-READERS: dict[str, Reader] = {"kimi_k3": kimi_k3.read, "kimi_linear": kimi_linear.read}
+READERS: dict[str, Reader] = {
+    "glm5_next": glm5_next.read,
+    "glm5_next_text": glm5_next.read,
+    "kimi_k3": kimi_k3.read,
+    "kimi_linear": kimi_linear.read,
+}
 
 
 def load_arch(config: Mapping[str, object], source: str = "config.json") -> ArchSpec:

@@ -16,7 +16,9 @@ from typing import Literal
 from trimtab.arch.spec import (
     ArchSpec,
     AttnRes,
+    AxialVisionSpec,
     DenseSpec,
+    HyperConnections,
     KDASpec,
     MLASpec,
     MoESpec,
@@ -67,8 +69,10 @@ def inventory(arch: ArchSpec) -> tuple[ParamSpec, ...]:
 
 def _all_params(arch: ArchSpec) -> Iterator[ParamSpec]:
     d, w = arch.hidden_size, arch.vocab_size
-    if arch.vision is not None:
+    if isinstance(arch.vision, VisionSpec):
         yield from _vision(arch.vision, d, arch.dtype)
+    elif arch.vision is not None:
+        yield from _axial_vision(arch.vision, arch.dtype)
     yield ParamSpec("embed.weight", (w, d), arch.dtype, ("vocab", "hidden"), "embedding")
     for index in range(arch.num_layers):
         yield from _layer(arch, index)
@@ -85,6 +89,8 @@ def _layer(arch: ArchSpec, index: int) -> Iterator[ParamSpec]:
     make = _Maker(prefix, arch.dtype, index)
     if isinstance(arch.residual, AttnRes):
         yield from _res_mix(arch, f"{prefix}.self_attention_res", index)
+    if isinstance(arch.residual, HyperConnections):
+        yield from _hyper(make, arch.residual, "hc_attn", d)
     yield make("input_layernorm.weight", (d,), ("hidden",), "norm")
     if isinstance(layer.mixer, KDASpec):
         yield from _kda(make, layer.mixer, d)
@@ -92,6 +98,8 @@ def _layer(arch: ArchSpec, index: int) -> Iterator[ParamSpec]:
         yield from _mla(make, layer.mixer, d)
     if isinstance(arch.residual, AttnRes):
         yield from _res_mix(arch, f"{prefix}.mlp_res", index)
+    if isinstance(arch.residual, HyperConnections):
+        yield from _hyper(make, arch.residual, "hc_ffn", d)
     yield make("post_attention_layernorm.weight", (d,), ("hidden",), "norm")
     if isinstance(layer.ffn, DenseSpec):
         yield from _gated_ffn(make, "mlp", d, layer.ffn.intermediate_size, "dense_ffn")
@@ -125,19 +133,27 @@ def _res_mix(arch: ArchSpec, prefix: str, layer: int | None) -> Iterator[ParamSp
     )
 
 
+def _hyper(make: _Maker, spec: HyperConnections, leaf: str, d: int) -> Iterator[ParamSpec]:
+    count = spec.num_weights
+    axes = ("mix", "streams_hidden")
+    yield make(f"{leaf}.fn", (count, spec.streams * d), axes, "residual")
+    yield make(f"{leaf}.base", (count,), ("mix",), "residual", "F32")
+    yield make(f"{leaf}.scale", (3,), ("mix",), "residual", "F32")
+
+
 def _kda(make: _Maker, spec: KDASpec, d: int) -> Iterator[ParamSpec]:
     p, at = spec.width, "self_attn"
     for leaf in ("q_proj", "k_proj", "v_proj"):
         yield make(f"{at}.{leaf}.weight", (p, d), ("heads", "hidden"), "kda")
     for leaf in ("q_conv1d", "k_conv1d", "v_conv1d"):
         shape = (p, 1, spec.conv_kernel)
-        yield make(f"{at}.{leaf}.weight", shape, ("heads", "one", "taps"), "kda", spec.dtype)
+        yield make(f"{at}.{leaf}.weight", shape, ("heads", "one", "taps"), "kda", spec.conv_dtype)
     yield from _low_rank(make, "f", spec.decay_rank, p, d)
     yield make(f"{at}.b_proj.weight", (spec.num_heads, d), ("heads", "hidden"), "kda")
     yield make(f"{at}.A_log", (spec.num_heads,), ("heads",), "kda", spec.dtype)
     yield make(f"{at}.dt_bias", (p,), ("heads",), "kda", spec.dtype)
     yield from _low_rank(make, "g", spec.gate_rank, p, d)
-    yield make(f"{at}.o_norm.weight", (spec.head_dim,), ("head_dim",), "kda", spec.dtype)
+    yield make(f"{at}.o_norm.weight", (spec.head_dim,), ("head_dim",), "kda", spec.conv_dtype)
     yield make(f"{at}.o_proj.weight", (d, p), ("hidden", "heads"), "kda")
 
 
@@ -185,6 +201,11 @@ def _indexer(make: _Maker, spec: MLASpec, d: int) -> Iterator[ParamSpec]:
     yield make(f"{at}.k_norm.weight", (index.dim,), ("index_dim",), "indexer")
     yield make(f"{at}.k_norm.bias", (index.dim,), ("index_dim",), "indexer")
     yield make(f"{at}.weights_proj.weight", (index.heads, d), ("index_heads", "hidden"), "indexer")
+    if index.pool is not None:
+        shape = (index.pool, index.dim)
+        yield make(f"{at}.index_kpool_compress_ape", shape, ("slot", "index_dim"), "indexer")
+        gate = (index.dim, d)
+        yield make(f"{at}.index_kpool_compress_gate", gate, ("index_dim", "hidden"), "indexer")
 
 
 def _gated_ffn(make: _Maker, at: str, d: int, f: int, owner: Owner) -> Iterator[ParamSpec]:
@@ -215,14 +236,29 @@ def _moe(make: _Maker, spec: MoESpec, d: int) -> Iterator[ParamSpec]:
         yield from _gated_ffn(make, "mlp.shared_experts", d, f, "shared_expert")
 
 
+@dataclass(frozen=True, slots=True)
+class _VisionMaker:
+    """Builds the ParamSpecs of tower and projector."""
+
+    dtype: str
+
+    def __call__(
+        self, leaf: str, shape: tuple[int, ...], owner: Owner = "vision"
+    ) -> ParamSpec:
+        axes = tuple(f"vision_{n}" for n in range(len(shape)))
+        return ParamSpec(f"{owner}.{leaf}", shape, self.dtype, axes, owner)
+
+    def biased(
+        self, module: str, shape: tuple[int, ...], owner: Owner = "vision"
+    ) -> Iterator[ParamSpec]:
+        """Weight and bias of a module."""
+        yield self(f"{module}.weight", shape, owner)
+        yield self(f"{module}.bias", shape[:1], owner)
+
+
 def _vision(spec: VisionSpec, text_hidden: int, dtype: str) -> Iterator[ParamSpec]:
     d, qkv, f = spec.hidden_size, spec.qkv_hidden_size, spec.intermediate_size
-
-    def make(leaf: str, shape: tuple[int, ...], owner: Owner = "vision") -> ParamSpec:
-        root = "projector" if owner == "projector" else "vision"
-        axes = tuple(f"vision_{n}" for n in range(len(shape)))
-        return ParamSpec(f"{root}.{leaf}", shape, dtype, axes, owner)
-
+    make = _VisionMaker(dtype)
     yield make("patch_embed.proj.weight", (d, 3, spec.patch_size, spec.patch_size))
     grid = (spec.pos_emb_height, spec.pos_emb_width, d)
     yield make("patch_embed.pos_emb.weight", grid)
@@ -239,3 +275,29 @@ def _vision(spec: VisionSpec, text_hidden: int, dtype: str) -> Iterator[ParamSpe
     yield make("proj.0.weight", (merged, merged), "projector")
     yield make("proj.2.weight", (text_hidden, merged), "projector")
     yield make("post_norm.weight", (text_hidden,), "projector")
+
+
+def _axial_vision(spec: AxialVisionSpec, dtype: str) -> Iterator[ParamSpec]:
+    d, f, side = spec.hidden_size, spec.intermediate_size, spec.patch_size
+    make = _VisionMaker(dtype)
+    yield from make.biased("patch_embed.proj", (d, 3, spec.patch_frames, side, side))
+    for i in range(spec.num_layers):
+        at = f"blocks.{i}"
+        yield make(f"{at}.norm1.weight", (d,))
+        yield from make.biased(f"{at}.attn.qkv", (3 * d, d))
+        yield make(f"{at}.attn.q_norm.weight", (spec.head_dim,))
+        yield make(f"{at}.attn.k_norm.weight", (spec.head_dim,))
+        yield from make.biased(f"{at}.attn.proj", (d, d))
+        yield make(f"{at}.norm2.weight", (d,))
+        yield from make.biased(f"{at}.mlp.gate_proj", (f, d))
+        yield from make.biased(f"{at}.mlp.up_proj", (f, d))
+        yield from make.biased(f"{at}.mlp.down_proj", (d, f))
+    yield make("post_layernorm.weight", (d,))
+    width = spec.out_hidden_size
+    yield from make.biased("downsample", (width, d, spec.merge_size, spec.merge_size))
+    inner = spec.projector_intermediate_size
+    yield make("proj.weight", (width, width), "projector")
+    yield from make.biased("post_projection_norm", (width,), "projector")
+    yield make("gate_proj.weight", (inner, width), "projector")
+    yield make("up_proj.weight", (inner, width), "projector")
+    yield make("down_proj.weight", (width, inner), "projector")

@@ -46,7 +46,8 @@ class KDASpec:
         decay_rank: inner width of f_a/f_b; None means one full-rank f_proj.
         gate_rank: inner width of g_a/g_b; None means one full-rank g_proj.
         norm_eps: of the gated output norm.
-        dtype: stored dtype of conv, A_log, dt_bias and o_norm.
+        dtype: stored dtype of A_log and dt_bias.
+        conv_dtype: stored dtype of the convolutions and of o_norm.
     """
 
     num_heads: int
@@ -57,6 +58,7 @@ class KDASpec:
     gate_rank: int | None
     norm_eps: float
     dtype: FloatType = "F32"
+    conv_dtype: FloatType = "F32"
 
     @property
     def width(self) -> int:
@@ -96,7 +98,9 @@ class IndexerSpec:
         top_k: keys kept per query; a query with fewer visible keys keeps all.
         rope_layout: how the first qk_rope_head_dim channels of index queries and keys are turned;
             None where the indexer is not rotated.
-        pool: keys per pooled key, 1 for a token indexer.
+        pool: tokens per pooled key, which a gate and slot biases weigh; None for a token indexer.
+            Whole pools are selected, so `top_k` is a multiple of it.
+        always_select_tail: a query also keeps the tokens of its own pool while that is incomplete.
         share: `shared` layers reuse the selection of the previous full layer.
         norm_eps: of the key LayerNorm.
     """
@@ -105,7 +109,8 @@ class IndexerSpec:
     dim: int
     top_k: int
     rope_layout: Literal["interleaved", "half"] | None = None
-    pool: int = 1
+    pool: int | None = None
+    always_select_tail: bool = True
     share: Literal["full", "shared"] = "full"
     norm_eps: float = 1e-6
 
@@ -199,6 +204,28 @@ class AttnRes:
 
 
 @dataclass(frozen=True, slots=True)
+class HyperConnections:
+    """Manifold-constrained hyper-connections: parallel residual streams, mixed before each block.
+
+    Args:
+        streams: parallel residual streams.
+        sinkhorn_steps: normalisations of the mixing matrix, each of rows and columns.
+        eps: added to gates, mixing weights and the sums that divide them.
+        norm_eps: of the unweighted RMS norm before the weights are computed.
+    """
+
+    streams: int
+    sinkhorn_steps: int
+    eps: float
+    norm_eps: float
+
+    @property
+    def num_weights(self) -> int:
+        """Mixing weights per block: one per stream to read and to write, and a square matrix."""
+        return (2 + self.streams) * self.streams
+
+
+@dataclass(frozen=True, slots=True)
 class VisionSpec:
     """MoonViT tower with its projector (K3).
 
@@ -242,6 +269,11 @@ class VisionSpec:
         """Width of the projector's input: the patches of one token side by side."""
         return self.hidden_size * self.merge_height * self.merge_width
 
+    @property
+    def max_frames(self) -> int | None:
+        """Most frames of one item, None without a limit."""
+        return self.pos_emb_time
+
     def num_tokens(self, grid: tuple[int, int, int]) -> int:
         """Tokens of one item of (frames, rows, columns) patches; frames are averaged.
 
@@ -250,6 +282,70 @@ class VisionSpec:
         """
         _, height, width = grid
         return (height // self.merge_height) * (width // self.merge_width)
+
+
+@dataclass(frozen=True, slots=True)
+class AxialVisionSpec:
+    """Vision tower with axial rotary positions, and a merger that is its projector.
+
+    A patch spans `patch_frames` frames; attention stays inside each such slice of an item. A
+    strided convolution turns `merge_size` x `merge_size` patches into one token of the decoder's
+    width.
+
+    Args:
+        num_layers: encoder blocks.
+        hidden_size: width of the tower.
+        num_heads: attention heads; their width is a multiple of 4.
+        intermediate_size: F of the gated FFN of a block.
+        patch_size: side of a square patch, in pixels.
+        patch_frames: frames of one patch; a still image is repeated.
+        merge_size: patches along each side of one token.
+        out_hidden_size: width of a token, that of the decoder.
+        projector_intermediate_size: F of the merger's gated FFN.
+        activation: of both.
+        norm_eps: of the RMS norms, those of query and key heads included.
+        projector_eps: of the merger's layer norm.
+        rope_theta: base of the rotary frequencies of the two axes.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    intermediate_size: int
+    patch_size: int
+    patch_frames: int
+    merge_size: int
+    out_hidden_size: int
+    projector_intermediate_size: int
+    activation: ActivationSpec
+    norm_eps: float
+    projector_eps: float = 1e-5
+    rope_theta: float = 10000.0
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one attention head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def merge_height(self) -> int:
+        """Rows of patches in one token."""
+        return self.merge_size
+
+    @property
+    def merge_width(self) -> int:
+        """Columns of patches in one token."""
+        return self.merge_size
+
+    @property
+    def max_frames(self) -> int | None:
+        """Most slices of one item, None without a limit."""
+        return None
+
+    def num_tokens(self, grid: tuple[int, int, int]) -> int:
+        """Tokens of one item of (slices, rows, columns) of patches."""
+        slices, height, width = grid
+        return slices * (height // self.merge_size) * (width // self.merge_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +360,8 @@ class ArchSpec:
         tie_word_embeddings: lm_head is the embedding table.
         bos_token_id, eos_token_id, pad_token_id: None where the config has none.
         image_token_id: placeholder id that image features replace.
+        video_token_id: an id that no prompt may hold: videos use the placeholder of images.
+        video_span: ids that open and close a video, whose placeholders lie between them.
         ignored: config keys that were read and have no effect.
         unsupported: features present in the config that no verb supports yet.
     """
@@ -273,7 +371,7 @@ class ArchSpec:
     hidden_size: int
     vocab_size: int
     layers: tuple[LayerSpec, ...]
-    residual: PlainResidual | AttnRes
+    residual: PlainResidual | AttnRes | HyperConnections
     norm_eps: float
     max_position_embeddings: int
     dtype: FloatType = "BF16"
@@ -282,7 +380,9 @@ class ArchSpec:
     eos_token_id: int | None = None
     pad_token_id: int | None = None
     image_token_id: int | None = None
-    vision: VisionSpec | None = None
+    video_token_id: int | None = None
+    video_span: tuple[int, int] | None = None
+    vision: VisionSpec | AxialVisionSpec | None = None
     ignored: tuple[str, ...] = ()
     unsupported: tuple[str, ...] = ()
 

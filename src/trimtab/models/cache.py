@@ -1,7 +1,7 @@
 """Decoding state of N sequences: recurrent state for KDA, latents for MLA.
 
 Linear attention keeps a state of fixed size; latent attention keeps one normed latent and one
-shared key part per token, and with an indexer one index key per token.
+shared key part per token, and with an indexer one index key per token or per pool of tokens.
 """
 
 from __future__ import annotations
@@ -26,17 +26,24 @@ class KDACache:
 
 
 @dataclass(slots=True)
-class MLACache:
-    """State of one MLA layer: a buffer [N, S, width] that grows by doubling.
+class CachedRows:
+    """A buffer [N, S, width] of one row per token, or per pool, that grows by doubling.
 
     Args:
-        rows: latent, shared key part and index key of each token, side by side.
+        rows: None before the first row.
     """
 
     rows: Tensor | None = None
 
     def append(self, new: Tensor, sequence_ids: Tensor, slots: Tensor, needed: int) -> Tensor:
-        """Write new [T, width] at (sequence, slot) and return the buffer, at least `needed` long."""
+        """Write new [R, width] at (sequence, slot) and return the first `needed` rows.
+
+        Args:
+            new: rows.
+            sequence_ids: [R], ascending up to N-1.
+            slots: [R].
+            needed: rows per sequence that are read.
+        """
         num_sequences = int(sequence_ids[-1]) + 1 if self.rows is None else self.rows.shape[0]
         if self.rows is None or self.rows.shape[1] < needed:
             old = self.rows
@@ -45,7 +52,50 @@ class MLACache:
             if old is not None:
                 self.rows[:, : old.shape[1]] = old
         self.rows[sequence_ids, slots] = new
-        return self.rows
+        return self.rows[:, :needed]
+
+    def keep(self, sequences: Tensor) -> None:
+        """Keep only these sequences, in this order."""
+        self.rows = None if self.rows is None else self.rows[sequences]
+
+
+@dataclass(slots=True)
+class PoolCache:
+    """Pooled keys, and what the tokens of the pools still open bring to theirs.
+
+    Args:
+        pools: one key per pool; that of an open pool is written again when it closes.
+        tail: [N, m, 2K], keys and gates of the open pool of each sequence; entries beyond its
+            tokens may hold anything.
+    """
+
+    pools: CachedRows = field(default_factory=CachedRows)
+    tail: Tensor | None = None
+
+    def keep(self, sequences: Tensor) -> None:
+        """Keep only these sequences, in this order."""
+        self.pools.keep(sequences)
+        self.tail = None if self.tail is None else self.tail[sequences]
+
+
+@dataclass(slots=True)
+class MLACache:
+    """State of one MLA layer.
+
+    Args:
+        latents: latent and shared key part of each token, side by side.
+        index: index key of each token, unused without an indexer.
+        pools: pooled index keys instead, where the indexer pools.
+    """
+
+    latents: CachedRows = field(default_factory=CachedRows)
+    index: CachedRows = field(default_factory=CachedRows)
+    pools: PoolCache = field(default_factory=PoolCache)
+
+    def keep(self, sequences: Tensor) -> None:
+        """Keep only these sequences, in this order."""
+        for part in (self.latents, self.index, self.pools):
+            part.keep(sequences)
 
 
 @dataclass(slots=True)
@@ -69,7 +119,7 @@ class ModelCache:
         self.lengths = self.lengths[sequences]
         for layer in self.layers:
             if isinstance(layer, MLACache):
-                layer.rows = None if layer.rows is None else layer.rows[sequences]
+                layer.keep(sequences)
                 continue
             if layer.state is not None and layer.tails is not None:
                 layer.state = layer.state[sequences]

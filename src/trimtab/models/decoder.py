@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trimtab.arch.spec import ArchSpec, AttnRes, DenseSpec, KDASpec
+from trimtab.arch.spec import ArchSpec, DenseSpec, KDASpec, VisionSpec
 from trimtab.errors import DataError
 from trimtab.models.cache import KDACache, MLACache, ModelCache
 from trimtab.models.context import ForwardContext, ImageBatch
@@ -17,7 +17,7 @@ from trimtab.models.kda import KDA
 from trimtab.models.linear import Linear, RMSNorm, Weight
 from trimtab.models.mla import MLA
 from trimtab.models.moe import GatedFFN, MoE
-from trimtab.models.residual import StreamState, add_mix, banked, read, starts_block
+from trimtab.models.residual import StreamState, add_output, add_sites, start, starts_block
 from trimtab.models.vision import Projector, VisionTower, check_images
 from trimtab.ops.backends import OpTable
 from trimtab.ops.precision import linear
@@ -44,14 +44,11 @@ class DecoderLayer(nn.Module):
         spec, d = arch.layers[index], arch.hidden_size
         self.index = index
         self.starts_block = starts_block(arch, index)
-        if isinstance(arch.residual, AttnRes):
-            add_mix(self, "self_attention_res", d, arch.residual.eps, types.main)
-            add_mix(self, "mlp_res", d, arch.residual.eps, types.main)
+        add_sites(self, arch, types.main, types.island)
         self.input_layernorm = RMSNorm(d, arch.norm_eps, types.main)
         self.self_attn: KDA | MLA
         if isinstance(spec.mixer, KDASpec):
-            island = types.island if spec.mixer.dtype == "F32" else types.main
-            self.self_attn = KDA(spec.mixer, d, index, types.main, island, ops)
+            self.self_attn = KDA(spec.mixer, d, index, types.main, types.island, ops)
         else:
             self.self_attn = MLA(spec.mixer, d, index, types.main, ops)
         self.post_attention_layernorm = RMSNorm(d, arch.norm_eps, types.main)
@@ -74,15 +71,14 @@ class DecoderLayer(nn.Module):
             selected: what the last layer with an indexer selected, see `MLA.forward`.
             ctx: the pack.
         """
-        x = self.input_layernorm(read(self, "self_attention_res", state))
-        if self.starts_block:
-            state = banked(state)
+        x, state = state.read(self, "attention")
+        x = self.input_layernorm(x)
         if isinstance(self.self_attn, MLA):
             mixed, selected = self.self_attn(x, selected, ctx)
         else:
             mixed = self.self_attn(x, ctx)
         state = state.write(mixed)
-        y = read(self, "mlp_res", state)
+        y, state = state.read(self, "ffn")
         return state.write(self.mlp(self.post_attention_layernorm(y), ctx)), selected
 
 
@@ -106,15 +102,14 @@ class CausalLM(nn.Module):
         d = arch.hidden_size
         self.vision: VisionTower | None = None
         self.projector: Projector | None = None
-        if arch.vision is not None and vision:
+        if isinstance(arch.vision, VisionSpec) and vision:
             self.vision = VisionTower(arch.vision, types.main)
             self.projector = Projector(arch.vision, d, types.main)
         self.embed = Weight((arch.vocab_size, d), types.main)
         self.layers = nn.ModuleList(
             DecoderLayer(arch, index, types, ops) for index in range(arch.num_layers)
         )
-        if isinstance(arch.residual, AttnRes):
-            add_mix(self, "output_attn_res", d, arch.residual.eps, types.main)
+        add_output(self, arch, types.main)
         self.norm = RMSNorm(d, arch.norm_eps, types.main)
         self.lm_head = None
         if not arch.tie_word_embeddings:
@@ -138,7 +133,7 @@ class CausalLM(nn.Module):
             features = self.image_features(input_ids, ctx.images, ctx)
             x = x.index_copy(0, ctx.images.rows, features)
         _observe(ctx, "embed", x)
-        state, selected = StreamState(x), None
+        state, selected = start(self.arch, x), None
         for index, layer in enumerate(self.layers):
             if ctx.recompute and torch.is_grad_enabled():
                 state, selected = checkpoint(
@@ -148,7 +143,7 @@ class CausalLM(nn.Module):
             else:
                 state, selected = layer(state, selected, ctx)
             _observe(ctx, str(index), state.hidden)
-        hidden: Tensor = self.norm(read(self, "output_attn_res", state))
+        hidden: Tensor = self.norm(state.finish(self))
         _observe(ctx, "final", hidden)
         if ctx.cache is not None:
             new = torch.tensor(ctx.lengths, device=ctx.cache.lengths.device)

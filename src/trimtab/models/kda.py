@@ -25,7 +25,7 @@ class KDA(nn.Module):
         d: hidden size.
         layer: decoder layer index, which finds the cache.
         dtype: storage dtype of matrices.
-        island: storage dtype of conv, A_log, dt_bias and o_norm.
+        island: storage dtype of what is stored as F32.
         ops: operators.
     """
 
@@ -36,14 +36,16 @@ class KDA(nn.Module):
         super().__init__()
         self.spec, self.layer, self.ops = spec, layer, ops
         p, conv = spec.width, (spec.width, 1, spec.conv_kernel)
+        conv_dtype = island if spec.conv_dtype == "F32" else dtype
+        island = island if spec.dtype == "F32" else dtype
         self.q_proj, self.k_proj, self.v_proj = (Linear(d, p, dtype) for _ in range(3))
-        self.q_conv1d, self.k_conv1d, self.v_conv1d = (Weight(conv, island) for _ in range(3))
+        self.q_conv1d, self.k_conv1d, self.v_conv1d = (Weight(conv, conv_dtype) for _ in range(3))
         _add_low_rank(self, "f", spec.decay_rank, d, p, dtype)
         self.b_proj = Linear(d, spec.num_heads, dtype)
         self.A_log = nn.Parameter(torch.empty(spec.num_heads, dtype=island), requires_grad=False)
         self.dt_bias = nn.Parameter(torch.empty(p, dtype=island), requires_grad=False)
         _add_low_rank(self, "g", spec.gate_rank, d, p, dtype)
-        self.o_norm = Weight((spec.head_dim,), island)
+        self.o_norm = Weight((spec.head_dim,), conv_dtype)
         self.o_proj = Linear(p, d, dtype)
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:

@@ -12,53 +12,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from trimtab.arch.spec import IndexerSpec, MLASpec
+from trimtab.arch.spec import MLASpec
 from trimtab.models.cache import MLACache
 from trimtab.models.context import ForwardContext
-from trimtab.models.linear import LayerNormWeights, Linear, RMSNorm
-from trimtab.ops.attention.indexer import index_scores, select_keys, select_mask
+from trimtab.models.indexer import Rotation, build_indexer
+from trimtab.models.linear import Linear, RMSNorm
+from trimtab.models.padded import PaddedTokens
 from trimtab.ops.backends import OpTable
-from trimtab.ops.norm import layer_norm
 from trimtab.ops.precision import island_dtype
 from trimtab.ops.rope import rope_tables, rotate, rotate_head
 
 # Cosines and sines [T, P/2] of the tokens of a pass.
 Rotation = tuple[Tensor, Tensor]
-
-
-class Indexer(nn.Module):
-    """Token indexer; runs without gradient."""
-
-    def __init__(self, spec: IndexerSpec, d: int, q_in: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.spec = spec
-        self.wq_b = Linear(q_in, spec.heads * spec.dim, dtype)
-        self.wk = Linear(d, spec.dim, dtype)
-        self.k_norm = LayerNormWeights(spec.dim, dtype)
-        self.weights_proj = Linear(d, spec.heads, dtype)
-
-    @torch.no_grad()
-    def queries(
-        self, x: Tensor, q_latent: Tensor, rotation: Rotation | None, ctx: ForwardContext
-    ) -> tuple[Tensor, Tensor]:
-        """Index queries [T, H, K] scaled by K^-1/2 and head weights [T, H] scaled by H^-1/2."""
-        dtype = island_dtype(x)
-        q = self.wq_b(q_latent, ctx).to(dtype).unflatten(-1, (self.spec.heads, self.spec.dim))
-        q = self._rotated(q, rotation)
-        w = self.weights_proj(x, ctx).to(dtype) * self.spec.heads**-0.5
-        return q * self.spec.dim**-0.5, w
-
-    @torch.no_grad()
-    def keys(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
-        """Index keys [T, K] in at least float32."""
-        k = self.wk(x, ctx)
-        normed = layer_norm(k, self.k_norm.weight, self.k_norm.bias, self.spec.norm_eps)
-        return self._rotated(normed.to(island_dtype(x)), rotation)
-
-    def _rotated(self, x: Tensor, rotation: Rotation | None) -> Tensor:
-        if rotation is None or self.spec.rope_layout is None:
-            return x
-        return rotate_head(x, *rotation, self.spec.rope_layout)
 
 
 class MLA(nn.Module):
@@ -97,7 +62,7 @@ class MLA(nn.Module):
         self.o_proj = Linear(h * spec.v_head_dim, d, dtype)
         self.indexer = None
         if spec.indexer is not None and spec.indexer.share == "full":
-            self.indexer = Indexer(spec.indexer, d, q_in, dtype)
+            self.indexer = build_indexer(spec.indexer, d, q_in, dtype)
 
     def forward(
         self, x: Tensor, selected: Tensor | None, ctx: ForwardContext
@@ -159,21 +124,17 @@ class MLA(nn.Module):
         self, x: Tensor, q_latent: Tensor, rotation: Rotation | None, before: Tensor | None,
         ctx: ForwardContext,
     ) -> Tensor | None:
-        """Keys of every query of a pack, [T, top_k] int32; None keeps all it can see."""
-        spec = self.spec.indexer
-        if spec is None:
+        """Keys of every query of a pack, [T, S] int32; None keeps all it can see."""
+        if self.spec.indexer is None:
             return None
-        if self.indexer is None:
-            return before
-        if max(ctx.lengths, default=0) <= spec.top_k:
-            return None  # exactly dense
         indexer = self.indexer
-
-        def compute() -> Tensor:
-            q, w = indexer.queries(x, q_latent, rotation, ctx)
-            return select_keys(q, indexer.keys(x, rotation, ctx), w, spec.top_k, ctx.borders)
-
-        return ctx.choose(self.layer, "selection", compute)
+        if indexer is None:
+            return before
+        if indexer.keeps_all(max(ctx.lengths, default=0)):
+            return None  # exactly dense
+        return ctx.choose(
+            self.layer, "selection", lambda: indexer.select(x, q_latent, rotation, ctx)
+        )
 
     def _cached(
         self, x: Tensor, q_latent: Tensor, rotation: Rotation | None, q: Tensor, latent: Tensor,
@@ -184,26 +145,22 @@ class MLA(nn.Module):
         cache = ctx.cache.layers[self.layer]
         assert isinstance(cache, MLACache), "the cache was built for this architecture"
         wide = island_dtype(x)
-        parts = [latent.to(wide), k_rope.to(wide)]
-        if self.indexer is not None:
-            parts.append(self.indexer.keys(x, rotation, ctx))
         slots = ctx.slots
-        rows = cache.append(torch.cat(parts, -1), ctx.sequence_ids, slots, int(slots.max()) + 1)
-        rows = rows[:, : int(slots.max()) + 1]
-        keys = rows[..., : self.spec.kv_lora_rank + self.spec.qk_rope_head_dim]
-        queries = _Padded(ctx, slots)
-        visible = torch.arange(rows.shape[1], device=x.device) <= queries.slots.unsqueeze(-1)
+        new = torch.cat((latent.to(wide), k_rope.to(wide)), -1)
+        keys = cache.latents.append(new, ctx.sequence_ids, slots, int(slots.max()) + 1)
+        queries = PaddedTokens(ctx, slots)
+        visible = torch.arange(keys.shape[1], device=x.device) <= queries.slots.unsqueeze(-1)
         if self.indexer is not None:
-            iq, w = self.indexer.queries(x, q_latent, rotation, ctx)
-            scores = index_scores(queries.pad(iq), rows[..., keys.shape[-1] :], queries.pad(w))
-            visible = select_mask(scores, visible, self.indexer.spec.top_k)
+            visible = self.indexer.select_cached(
+                x, q_latent, rotation, ctx, cache, queries, visible
+            )
         elif self.spec.indexer is not None and selected is not None:
             visible = selected
         o = self._absorbed(queries.pad(q.to(wide)), keys, visible, queries).to(x.dtype)
         return o, None if self.spec.indexer is None else visible
 
     def _absorbed(
-        self, q: Tensor, keys: Tensor, visible: Tensor, queries: _Padded
+        self, q: Tensor, keys: Tensor, visible: Tensor, queries: PaddedTokens
     ) -> Tensor:
         """Attention in the latent: q [N, t, H, K], keys [N, S, L + rope], visible [N, t, S]."""
         heads, nope = self.spec.num_heads, self.spec.qk_nope_head_dim
@@ -212,26 +169,7 @@ class MLA(nn.Module):
         full = torch.cat((q_latent, q[..., nope:]), -1)
         scores = torch.einsum("nthl,nsl->nths", full, keys) * self.spec.softmax_scale
         scores = scores.masked_fill(~visible.unsqueeze(2), float("-inf"))
-        mixed = torch.einsum(
-            "nths,nsl->nthl", torch.softmax(scores, -1), keys[..., : self.spec.kv_lora_rank]
-        )
+        # A query that may see nothing takes nothing.
+        p = torch.softmax(scores, -1).masked_fill(~visible.any(-1)[..., None, None], 0.0)
+        mixed = torch.einsum("nths,nsl->nthl", p, keys[..., : self.spec.kv_lora_rank])
         return queries.unpad(torch.einsum("nthl,hvl->nthv", mixed, up[:, nope:]))
-
-
-class _Padded:
-    """Flat tokens of N sequences as [N, t, ...], short sequences repeating slot 0 at the end."""
-
-    def __init__(self, ctx: ForwardContext, slots: Tensor) -> None:
-        self._rows, self._columns = ctx.sequence_ids, ctx.positions
-        self._shape = (len(ctx.lengths), max(ctx.lengths))
-        self.slots = self.pad(slots)
-
-    def pad(self, x: Tensor) -> Tensor:
-        """[T, ...] -> [N, t, ...]."""
-        out = x.new_zeros(*self._shape, *x.shape[1:])
-        out[self._rows, self._columns] = x
-        return out
-
-    def unpad(self, x: Tensor) -> Tensor:
-        """[N, t, ...] -> [T, ...]."""
-        return x[self._rows, self._columns]

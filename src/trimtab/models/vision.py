@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trimtab.arch.spec import VisionSpec
+from trimtab.arch.spec import AxialVisionSpec, VisionSpec
 from trimtab.errors import DataError
 from trimtab.models.context import ForwardContext, ImageBatch
 from trimtab.models.linear import Linear, RMSNorm, Weight
@@ -143,7 +143,7 @@ class Projector(nn.Module):
 
 
 def check_images(
-    images: ImageBatch, spec: VisionSpec, input_ids: Tensor, image_token_id: int | None
+    images: ImageBatch, spec: VisionSpec | AxialVisionSpec, input_ids: Tensor, image_token_id: int | None
 ) -> None:
     """Hold patches, grids, rows and placeholder tokens of a batch against each other.
 
@@ -154,11 +154,12 @@ def check_images(
     """
     for number, grid in enumerate(images.grids):
         frames, rows, columns = grid
-        if not 1 <= frames <= spec.pos_emb_time or min(rows, columns) < 1 or (
+        most = spec.max_frames
+        if min(grid) < 1 or (most is not None and frames > most) or (
             rows % spec.merge_height or columns % spec.merge_width
         ):
             rule = (
-                f"must have 1 to {spec.pos_emb_time} frames, and rows and columns that are "
+                f"must have 1 to {most or 'any number of'} frames, and rows and columns that are "
                 f"multiples of {spec.merge_height} and {spec.merge_width}"
             )
             raise DataError("TT407", f"image {number}: grid", rule, value=grid)

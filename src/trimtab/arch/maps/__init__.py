@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from trimtab.arch.maps import kimi_k3, kimi_linear
+from trimtab.arch.maps import glm5_next, kimi_k3, kimi_linear
 from trimtab.arch.maps.rules import WeightMap, original, rename, stored_for
 from trimtab.arch.params import ParamSpec, inventory
 from trimtab.arch.spec import ArchSpec
 from trimtab.arch.stored import StoredTensor
 
 WEIGHT_MAPS: dict[str, WeightMap] = {
+    "glm5_next": glm5_next.WEIGHT_MAP,
     "kimi_k3": kimi_k3.WEIGHT_MAP,
     "kimi_linear": kimi_linear.WEIGHT_MAP,
 }

@@ -93,7 +93,7 @@ def read_schedule(text: Fields) -> Schedule:
             "linear_attn_config", "must have kda_layers and full_attn_layers",
             hint="class defaults are not those of the released checkpoints, so none is assumed",
         )
-    return Schedule(linear, _moe_layers(text, depth))
+    return Schedule(linear, moe_layers(text, depth))
 
 
 def _linear_from_lists(text: Fields, depth: int) -> tuple[bool, ...] | None:
@@ -112,7 +112,12 @@ def _linear_from_lists(text: Fields, depth: int) -> tuple[bool, ...] | None:
     return tuple(index + 1 in set(kda) for index in range(depth))
 
 
-def _moe_layers(text: Fields, depth: int) -> tuple[bool, ...]:
+def moe_layers(text: Fields, depth: int) -> tuple[bool, ...]:
+    """Which layers have experts, from `mlp_layer_types` or `first_k_dense_replace`.
+
+    Raises:
+        ArchError: the two contradict each other.
+    """
     text.expect("moe_layer_freq", 1, "every layer after the dense ones has experts")
     if text.present("mlp_layer_types"):
         names = text.words("mlp_layer_types")

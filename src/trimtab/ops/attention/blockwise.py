@@ -97,7 +97,9 @@ class _Blockwise(torch.autograd.Function):
         lse = torch.empty(q.shape[1], q.shape[0], dtype=dtype, device=q.device)
         for queries, keys in blocks(borders):
             scores = _block_scores(qh, kh, scale, borders, selected, queries, keys)
-            lse[:, queries] = torch.logsumexp(scores, -1)
+            # A query that may see nothing has no sum; with 0 its probabilities are 0.
+            sums = torch.logsumexp(scores, -1)
+            lse[:, queries] = sums.masked_fill(sums == float("-inf"), 0.0)
             p = torch.exp(scores - lse[:, queries].unsqueeze(-1))
             out[queries] = (p @ vh[:, keys]).transpose(0, 1)
         ctx.scale, ctx.borders, ctx.selected = scale, borders, selected

@@ -62,7 +62,19 @@ def select_keys(
     for queries, keys in blocks(borders):
         scores = index_scores(q[queries], k[keys], weights[queries])
         mask = select_mask(scores, visible_mask(borders, queries, keys), top_k)
-        row, column = mask.nonzero(as_tuple=True)
-        slot = (torch.cumsum(mask, 1) - 1)[row, column]
-        out[row + queries.start, slot] = (column + keys.start).to(torch.int32)
+        write_selection(out, mask, queries, keys)
     return out
+
+
+def write_selection(out: Tensor, mask: Tensor, queries: slice, keys: slice) -> None:
+    """Write the chosen positions of a block of queries, ascending, into their rows of `out`.
+
+    Args:
+        out: [T, S] int32, changed in place.
+        mask: [queries, keys] bool, at most S per row.
+        queries: rows of `out`.
+        keys: positions of the columns of `mask`.
+    """
+    row, column = mask.nonzero(as_tuple=True)
+    slot = (torch.cumsum(mask, 1) - 1)[row, column]
+    out[row + queries.start, slot] = (column + keys.start).to(torch.int32)

@@ -1,0 +1,190 @@
+"""Indexers: which keys a query may attend to, over tokens or over pools of tokens.
+
+They run without gradient. Both select for whole packs and for new tokens against a cache.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.arch.spec import IndexerSpec
+from trimtab.models.cache import MLACache
+from trimtab.models.context import ForwardContext
+from trimtab.models.linear import LayerNormWeights, Linear
+from trimtab.models.padded import PaddedTokens
+from trimtab.ops.attention.indexer import index_scores, select_keys, select_mask
+from trimtab.ops.attention.pooling import (
+    PoolRule,
+    pool_keys,
+    pool_starts,
+    select_cached_pools,
+    select_pools,
+)
+from trimtab.ops.norm import layer_norm
+from trimtab.ops.precision import island_dtype, linear
+from trimtab.ops.rope import rotate_head
+
+# Cosines and sines [T, P/2] of the tokens of a pass.
+Rotation = tuple[Tensor, Tensor]
+
+
+class Indexer(nn.Module):
+    """Token indexer."""
+
+    def __init__(self, spec: IndexerSpec, d: int, q_in: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.spec = spec
+        self.wq_b = Linear(q_in, spec.heads * spec.dim, dtype)
+        self.wk = Linear(d, spec.dim, dtype)
+        self.k_norm = LayerNormWeights(spec.dim, dtype)
+        self.weights_proj = Linear(d, spec.heads, dtype)
+
+    @torch.no_grad()
+    def queries(
+        self, x: Tensor, q_latent: Tensor, rotation: Rotation | None, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        """Index queries [T, H, K] scaled by K^-1/2 and head weights [T, H] scaled by H^-1/2."""
+        dtype = island_dtype(x)
+        q = self.wq_b(q_latent, ctx).to(dtype).unflatten(-1, (self.spec.heads, self.spec.dim))
+        q = self._rotated(q, rotation)
+        w = self.weights_proj(x, ctx).to(dtype) * self.spec.heads**-0.5
+        return q * self.spec.dim**-0.5, w
+
+    @torch.no_grad()
+    def keys(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
+        """Index keys [T, K] in at least float32."""
+        k = self.wk(x, ctx)
+        normed = layer_norm(k, self.k_norm.weight, self.k_norm.bias, self.spec.norm_eps)
+        return self._rotated(normed.to(island_dtype(x)), rotation)
+
+    def _rotated(self, x: Tensor, rotation: Rotation | None) -> Tensor:
+        if rotation is None or self.spec.rope_layout is None:
+            return x
+        return rotate_head(x, *rotation, self.spec.rope_layout)
+
+    def keeps_all(self, length: int) -> bool:
+        """Whether every query of a sequence of this length keeps all it can see."""
+        return length <= self.spec.top_k
+
+    @torch.no_grad()
+    def select(
+        self, x: Tensor, q_latent: Tensor, rotation: Rotation | None, ctx: ForwardContext
+    ) -> Tensor:
+        """[T, S] int32, positions in the pack of the keys each query keeps, -1 in unused slots."""
+        q, w = self.queries(x, q_latent, rotation, ctx)
+        return select_keys(q, self.keys(x, rotation, ctx), w, self.spec.top_k, ctx.borders)
+
+    @torch.no_grad()
+    def select_cached(
+        self, x: Tensor, q_latent: Tensor, rotation: Rotation | None, ctx: ForwardContext,
+        cache: MLACache, queries: PaddedTokens, visible: Tensor,
+    ) -> Tensor:
+        """Add the new tokens to the cache and choose from it.
+
+        Args:
+            x: [T, D], new tokens of N sequences.
+            q_latent: [T, L] or x, what index queries are made of.
+            rotation: of the new tokens; None where nothing is rotated.
+            ctx: with a cache.
+            cache: of the layer.
+            queries: how the T tokens lie beside each other.
+            visible: [N, t, S] bool, the tokens up to each query.
+
+        Returns:
+            [N, t, S] bool, those of the visible tokens that are kept.
+        """
+        slots = queries.unpad(queries.slots)
+        keys = cache.index.append(self.keys(x, rotation, ctx), ctx.sequence_ids, slots, visible.shape[-1])
+        q, w = self.queries(x, q_latent, rotation, ctx)
+        scores = index_scores(queries.pad(q), keys, queries.pad(w))
+        return select_mask(scores, visible, self.spec.top_k)
+
+
+class PooledIndexer(Indexer):
+    """Indexer over pools of tokens, whose keys a gate and slot biases weigh."""
+
+    def __init__(
+        self, spec: IndexerSpec, d: int, q_in: int, dtype: torch.dtype, pool: int
+    ) -> None:
+        super().__init__(spec, d, q_in, dtype)
+        self.rule = PoolRule(pool, spec.top_k // pool, spec.always_select_tail)
+        self.index_kpool_compress_ape = nn.Parameter(
+            torch.empty(pool, spec.dim, dtype=dtype), requires_grad=False
+        )
+        self.index_kpool_compress_gate = nn.Parameter(
+            torch.empty(spec.dim, d, dtype=dtype), requires_grad=False
+        )
+
+    def keeps_all(self, length: int) -> bool:
+        """Whether every query of a sequence of this length keeps all it can see."""
+        return self.rule.keeps_all(length)
+
+    @torch.no_grad()
+    def select(
+        self, x: Tensor, q_latent: Tensor, rotation: Rotation | None, ctx: ForwardContext
+    ) -> Tensor:
+        """[T, S] int32, positions in the pack of the keys each query keeps, -1 in unused slots."""
+        starts = pool_starts(ctx.lengths, self.rule.size)
+        first = torch.tensor(starts, dtype=torch.int64, device=x.device).unsqueeze(1)
+        members = self._members(x, rotation, ctx)[first + torch.arange(self.rule.size, device=x.device)]
+        q, w = self.queries(x, q_latent, rotation, ctx)
+        return select_pools(q, self._pooled(members), w, starts, self.rule, ctx.borders)
+
+    @torch.no_grad()
+    def select_cached(
+        self, x: Tensor, q_latent: Tensor, rotation: Rotation | None, ctx: ForwardContext,
+        cache: MLACache, queries: PaddedTokens, visible: Tensor,
+    ) -> Tensor:
+        """Add the new tokens to the cache and choose from it; shapes as for a token indexer."""
+        assert ctx.cache is not None, "only called while decoding"
+        pools = self._extend(self._members(x, rotation, ctx), cache, ctx, ctx.cache.lengths)
+        q, w = self.queries(x, q_latent, rotation, ctx)
+        return select_cached_pools(
+            queries.pad(q), pools, queries.pad(w), queries.slots, visible.shape[-1], self.rule
+        )
+
+    def _extend(
+        self, new: Tensor, cache: MLACache, ctx: ForwardContext, past: Tensor
+    ) -> Tensor:
+        """Write new tokens [T, 2K] behind the open pools; all pools so far, [N, P, K]."""
+        m, store = self.rule.size, cache.pools
+        count, offset = len(ctx.lengths), past % m  # [N], tokens in the open pool
+        lengths = torch.tensor(ctx.lengths, device=new.device)
+        most = int((offset + lengths).max()) // m + 1
+        staged = new.new_zeros(count, most * m, new.shape[-1])
+        if store.tail is not None:
+            staged[:, :m] = store.tail
+        staged[ctx.sequence_ids, offset[ctx.sequence_ids] + ctx.positions] = new
+        groups = staged.unflatten(1, (most, m))
+        rows = torch.arange(count, device=new.device)
+        store.tail = groups[rows, (offset + lengths) // m]
+        slots = (past // m).unsqueeze(1) + torch.arange(most, device=new.device)
+        return store.pools.append(
+            self._pooled(groups).flatten(0, 1), rows.repeat_interleave(most), slots.flatten(),
+            int(slots.max()) + 1,
+        )
+
+    def _members(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
+        """[T, 2K], key and gate scores of each token."""
+        gates = linear(x, self.index_kpool_compress_gate).to(island_dtype(x))
+        return torch.cat((self.keys(x, rotation, ctx), gates), -1)
+
+    def _pooled(self, members: Tensor) -> Tensor:
+        """[..., m, 2K] -> [..., K]."""
+        keys, gates = members.chunk(2, -1)
+        return pool_keys(keys, gates, self.index_kpool_compress_ape)
+
+
+def build_indexer(spec: IndexerSpec, d: int, q_in: int, dtype: torch.dtype) -> Indexer:
+    """The indexer that a spec says.
+
+    Args:
+        spec: heads, top_k, pools.
+        d: hidden size.
+        q_in: width of what index queries are made of.
+        dtype: storage dtype.
+    """
+    if spec.pool is None:
+        return Indexer(spec, d, q_in, dtype)
+    return PooledIndexer(spec, d, q_in, dtype, spec.pool)
