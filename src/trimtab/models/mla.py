@@ -20,10 +20,7 @@ from trimtab.models.linear import Linear, RMSNorm
 from trimtab.models.padded import PaddedTokens
 from trimtab.ops.backends import OpTable
 from trimtab.ops.precision import island_dtype
-from trimtab.ops.rope import rope_tables, rotate, rotate_head
-
-# Cosines and sines [T, P/2] of the tokens of a pass.
-Rotation = tuple[Tensor, Tensor]
+from trimtab.ops.rope import rope_tables, rotate
 
 
 class MLA(nn.Module):
