@@ -4,7 +4,7 @@
                        [--select FORCED.safetensors] [--inputs INPUTS.safetensors]
 
 IDS_JSON holds a list of token-id lists; each is run alone. OUT receives, for sequence N:
-`logits.N` [T, W], `loss.N`, `hidden.N.embed`, `hidden.N.{layer}`, `hidden.N.final`, and
+`logits.N` [T, W], `loss.N` (over labels that are no placeholder), `hidden.N.embed`, `hidden.N.{layer}`, `hidden.N.final`, and
 `selection.N.{layer}` [T, S], what each indexer returned; with --grads also `grad.NAME`, the
 gradient of the sum of the losses, under every released tensor name.
 
@@ -143,7 +143,9 @@ def run_sequences(
         }
         with torch.set_grad_enabled(grads):
             logits = model(input_ids=tokens, use_cache=False, **more).logits[0]
-            loss = torch.nn.functional.cross_entropy(logits[:-1], tokens[0, 1:])
+            labels = tokens[0, 1:].clone()
+            labels[labels == getattr(model.config, "image_token_id", -1)] = -100
+            loss = torch.nn.functional.cross_entropy(logits[:-1], labels)
         if grads:
             loss.backward()
         out[f"logits.{n}"], out[f"loss.{n}"] = logits.detach(), loss.detach()

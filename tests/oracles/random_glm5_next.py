@@ -3,11 +3,13 @@
 Names and shapes follow hybrid sheet 3.1 to 3.5; the config is spelled as in the release.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .random_tensors import (
     Draw,
@@ -21,6 +23,7 @@ from .random_tensors import (
     save_checkpoint,
 )
 
+Grid = tuple[int, int, int]
 _KDA, _SPARSE = "linear_attention", "deepseek_sparse_attention"
 
 
@@ -98,6 +101,81 @@ def write_checkpoint(
     tensors = random_checkpoint(config, seed, scale=scale)
     save_checkpoint(path, config, tensors)
     return tensors
+
+
+@dataclass(frozen=True)
+class Item:
+    """An image or a video of a prompt.
+
+    Args:
+        patches: [n, 3, F, P, P], slice by slice and row by row.
+        grid: slices, rows and columns of patches.
+        span: first and one past the last of its placeholders.
+        is_video: between the tokens of a video.
+    """
+
+    patches: Tensor
+    grid: Grid
+    span: tuple[int, int]
+    is_video: bool
+
+
+def random_words(config: Mapping[str, Any], length: int, seed: int) -> list[int]:
+    """Draw token ids, none of them special."""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(config["text_config"]["vocab_size"] - 8, (length,), generator=draw).tolist()
+
+
+def media_prompt(
+    config: Mapping[str, Any], grids: Sequence[tuple[Grid, bool]], length: int, seed: int
+) -> tuple[list[int], list[Item]]:
+    """Draw a prompt with images and videos in text, at least `length` tokens long.
+
+    Args:
+        config: as from `tiny_config`.
+        grids: grid of each item, and whether it is a video, whose slices each get a frame of
+            tokens.
+        length: of the prompt.
+        seed: of the draw.
+    """
+    names = ("image", "image_start", "image_end", "video_start", "video_end")
+    media, begin, end, first, last = (config[f"{name}_token_id"] for name in names)
+    vision, words = config["vision_config"], iter(random_words(config, 500, seed))
+    draw, ids, items = torch.Generator().manual_seed(seed), [], []
+    for grid, is_video in grids:
+        ids += [next(words) for _ in range(5)] + ([first] if is_video else [])
+        slices, rows, columns = grid
+        start = len(ids) + 1
+        for _ in range(slices):
+            count = rows * columns // vision["spatial_merge_size"] ** 2
+            ids += [begin, *[media] * count, end]
+            ids += [next(words), next(words)] if is_video else []
+        stop = len(ids) - ids[::-1].index(media)
+        ids += [last] if is_video else []
+        side = vision["patch_size"]
+        shape = (slices * rows * columns, 3, vision["temporal_patch_size"], side, side)
+        items.append(Item(torch.randn(shape, generator=draw), grid, (start, stop), is_video))
+    return ids + [next(words) for _ in range(length - len(ids))], items
+
+
+def processor_output(config: Mapping[str, Any], items: Sequence[Item]) -> dict[str, Tensor]:
+    """The arguments of transformers' forward pass: patches flat, block of a token after block."""
+    merge, found = config["vision_config"]["spatial_merge_size"], {}
+    for is_video, pixels, grid in (
+        (False, "pixel_values", "image_grid_thw"),
+        (True, "pixel_values_videos", "video_grid_thw"),
+    ):
+        chosen = [item for item in items if item.is_video is is_video]
+        if chosen:
+            found[pixels] = torch.cat([_block_major(item, merge) for item in chosen])
+            found[grid] = torch.tensor([item.grid for item in chosen])
+    return found
+
+
+def _block_major(item: Item, merge: int) -> Tensor:
+    slices, rows, columns = item.grid
+    blocks = item.patches.reshape(slices, rows // merge, merge, columns // merge, merge, -1)
+    return blocks.transpose(2, 3).reshape(slices * rows * columns, -1)
 
 
 def _layer(draw: Draw, at: str, text: Mapping[str, Any], index: int) -> None:

@@ -7,14 +7,14 @@ on them and `python -m tests.parity.table` writes them into docs/parity.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tests.oracles import naive_k3, random_k3, random_kimi_linear
+from tests.oracles import naive_k3, random_glm5_next, random_k3, random_kimi_linear
 from tests.oracles.random_tensors import random_ids, save_checkpoint
 from tests.oracles.run_hf import run_hf
 from tests.support.compare import relative_error
@@ -29,6 +29,8 @@ from trimtab.ops.cross_entropy import cross_entropy
 
 LENGTHS = (7, 70)
 GRIDS = (((1, 4, 6),), ((1, 2, 4), (3, 6, 2)))  # frames, rows, columns of the images of a prompt
+# grid and whether it is a video, per prompt
+MEDIA = ((((1, 2, 2), False),), (((1, 4, 6), False), ((3, 2, 4), True), ((1, 2, 2), False)))
 SEED = 1
 
 
@@ -62,9 +64,45 @@ def kimi_linear(folder: Path, dtype: str, **fields: object) -> Reference:
     return hf_reference(folder, sequences, dtype)
 
 
-def hf_reference(folder: Path, sequences: list[list[int]], dtype: str) -> Reference:
+def glm5_next(folder: Path, dtype: str, *, media: bool = False, **fields: object) -> Reference:
+    """Write a checkpoint to `folder` and run transformers on it, with images and a video or not."""
+    config = random_glm5_next.tiny_config(**fields)
+    random_glm5_next.write_checkpoint(folder, config, seed=SEED)
+    if not media:
+        words = random_glm5_next.random_words
+        return hf_reference(folder, [words(config, n, seed=n) for n in LENGTHS], dtype)
+    items = [
+        random_glm5_next.media_prompt(config, grids, length, seed=length)
+        for grids, length in zip(MEDIA, LENGTHS, strict=True)
+    ]
+    inputs = {
+        f"{name}.{n}": value
+        for n, (_, found) in enumerate(items)
+        for name, value in random_glm5_next.processor_output(config, found).items()
+    }
+    reference = hf_reference(folder, [ids for ids, _ in items], dtype, inputs)
+    for hidden in reference.hidden:
+        del hidden["embed"]  # theirs are the rows before image features are written
+    prompts = [media_prompt(config, *pair) for pair in items]
+    return replace(reference, prompts=prompts)
+
+
+def media_prompt(
+    config: dict[str, object], ids: list[int], items: list[random_glm5_next.Item]
+) -> Prompt:
+    """A prompt of the tests with the items of the oracle."""
+    images = tuple((item.patches, item.grid) for item in items)
+    media = config["image_token_id"]
+    assert isinstance(media, int)
+    return Prompt(ids, media, images, tuple(item.span for item in items))
+
+
+def hf_reference(
+    folder: Path, sequences: list[list[int]], dtype: str,
+    inputs: Mapping[str, Tensor] | None = None,
+) -> Reference:
     """What transformers computes on the checkpoint in `folder`."""
-    found = run_hf(folder, sequences, dtype)
+    found = run_hf(folder, sequences, dtype, inputs=inputs)
     hidden: list[dict[str, Tensor]] = [{} for _ in sequences]
     for name, value in found.items():
         if name.startswith("hidden."):
@@ -113,6 +151,10 @@ CASES: dict[str, Callable[[Path, str], Reference]] = {
     "kimi_linear, direct query": lambda f, d: kimi_linear(f, d),
     "kimi_linear, query latent, expert groups": lambda f, d: kimi_linear(
         f, d, q_lora_rank=24, num_expert_group=2, topk_group=1
+    ),
+    "glm5_next": lambda f, d: glm5_next(f, d),
+    "glm5_next, pools of 2, images and videos": lambda f, d: glm5_next(
+        f, d, media=True, index_kpool=2
     ),
     "kimi_k3": lambda f, d: k3(f, d, indexer=False),
     "kimi_k3 with indexer (K3.1)": lambda f, d: k3(f, d, indexer=True),

@@ -20,30 +20,35 @@ class Prompt:
         ids: tokens, placeholders included.
         media: the placeholder id; None for a model without images.
         images: patches and grids, in order.
+        spans: first and one past the last placeholder of each image; empty where every run of
+            placeholders is one image.
     """
 
     ids: list[int]
     media: int | None = None
     images: tuple[Image, ...] = ()
+    spans: tuple[tuple[int, int], ...] = ()
 
     def split(self, wanted: Sequence[int]) -> Iterator[Prompt]:
         """Cut at the places wanted, except those inside an image."""
-        inner = [n for n in wanted if 0 < n < len(self.ids) and not self._inside_image(n)]
+        spans = self.spans or self._runs()
+        inner = [n for n in wanted if 0 < n < len(self.ids)]
+        inner = [n for n in inner if not any(begin < n < end for begin, end in spans)]
         images = iter(self.images)
         for begin, end in pairwise([0, *inner, len(self.ids)]):
-            ids = self.ids[begin:end]
-            starts = [t for t in range(begin, end) if self._starts_image(t)]
-            yield Prompt(ids, self.media, tuple(next(images) for _ in starts))
+            here = [(b - begin, e - begin) for b, e in spans if begin <= b < end]
+            taken = tuple(next(images) for _ in here)
+            yield Prompt(self.ids[begin:end], self.media, taken, tuple(here))
 
     def labels(self) -> list[tuple[int, int]]:
         """(position, next token) wherever the next token is text."""
         return [(t, n) for t, n in enumerate(self.ids[1:]) if n != self.media]
 
-    def _inside_image(self, t: int) -> bool:
-        return self.ids[t] == self.media and self.ids[t - 1] == self.media
-
-    def _starts_image(self, t: int) -> bool:
-        return self.ids[t] == self.media and (t == 0 or self.ids[t - 1] != self.media)
+    def _runs(self) -> list[tuple[int, int]]:
+        """Runs of placeholders."""
+        marked = [False, *(i == self.media for i in self.ids), False]
+        edges = [t for t, (one, two) in enumerate(pairwise(marked)) if one != two]
+        return list(zip(edges[0::2], edges[1::2], strict=True))
 
 
 def image_batch(prompts: Sequence[Prompt]) -> ImageBatch | None:

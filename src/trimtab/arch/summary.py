@@ -17,6 +17,7 @@ from trimtab.arch.spec import (
     ArchSpec,
     AttnRes,
     DenseSpec,
+    HyperConnections,
     KDASpec,
     LayerSpec,
     MLASpec,
@@ -181,6 +182,11 @@ def describe_unusual(arch: ArchSpec) -> tuple[str, ...]:
             f"attention residuals: every {arch.residual.block_size} layers the stream is banked, "
             "and each site mixes the bank by a learned softmax"
         )
+    if isinstance(arch.residual, HyperConnections):
+        lines.append(
+            f"hyper-connections: {arch.residual.streams} residual streams, mixed before each block "
+            f"by a matrix with sums of 1 ({arch.residual.sinkhorn_steps} Sinkhorn steps)"
+        )
     if kdas:
         lines += _unusual_kda(kdas[0], len(kdas))
     if mlas:
@@ -213,6 +219,11 @@ def _unusual_mla(spec: MLASpec, count: int) -> list[str]:
             f"sparse attention: an indexer of {index.heads} heads x {index.dim} picks the "
             f"top {index.top_k:,} keys per query"
         )
+        if index.pool is not None:
+            lines.append(
+                f"the indexer sees pools of {index.pool} keys; a query's own unfinished pool is "
+                f"{'always' if index.always_select_tail else 'never'} kept"
+            )
     return lines
 
 

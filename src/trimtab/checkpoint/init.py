@@ -58,7 +58,8 @@ def random_parts(arch: ArchSpec, seed: int) -> PartFor:
     Tables and the head are N(0, 0.02); matrices N(0, 1/fan_in), those that write to a residual
     stream reduced by sqrt(2 * layers of that stream); norms 1, biases 0; A_log is log U(1, 16), or
     0 where the gate is bounded; dt_bias is the inverse softplus of a step log-uniform in
-    [1e-3, 1e-1]. The projector's norm is 0.02, so that image rows are as large as those of text.
+    [1e-3, 1e-1]. The projector's last norm is 0.02, so that image rows are as large as those of
+    text. Hyper-connections start with streams that are all alike.
     """
 
     def part_for(param: ParamSpec, index: tuple[int, ...]) -> Tensor:
@@ -71,8 +72,10 @@ def random_parts(arch: ArchSpec, seed: int) -> PartFor:
             low, high = (math.log(bound) for bound in _STEP_RANGE)
             step = torch.exp(low + (high - low) * torch.rand(shape, generator=draw))
             return step + torch.log(-torch.expm1(-step))
-        if leaf in ("bias", "e_score_correction_bias"):
+        if leaf in ("bias", "base", "e_score_correction_bias", "index_kpool_compress_ape"):
             return torch.zeros(shape)
+        if leaf == "scale":
+            return torch.ones(shape)
         if param.name == "projector.post_norm.weight":
             return torch.full(shape, _TABLE_STD)
         if leaf.endswith("norm") or leaf.startswith("norm"):

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +29,58 @@ _BISECTIONS = 40
 # Keys of media_proc_cfg that steer video or name a class.
 _VIDEO = re.compile("video|frame|fps|temporal|timestamp|config_type")
 _BOARD_WORDS = ("square", "white", "gray")
-_Channels = tuple[float, float, float]
-_Board = tuple[int, int, int]
+Channels = tuple[float, float, float]
+Board = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How an image lies on its patches.
+
+    Args:
+        width, height: pixels after resizing, before padding.
+        across, down: tokens.
+    """
+
+    width: int
+    height: int
+    across: int
+    down: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the image."""
+        return self.across * self.down
+
+
+class ImageRule(Protocol):
+    """How the images of a model become patches."""
+
+    @property
+    def patch_size(self) -> int:
+        """Side of a patch in pixels."""
+
+    @property
+    def token_side(self) -> tuple[int, int]:
+        """Height and width of one token in pixels."""
+
+    @property
+    def mean(self) -> Channels:
+        """Of pixels scaled to 0..1."""
+
+    @property
+    def std(self) -> Channels:
+        """Of pixels scaled to 0..1."""
+
+    @property
+    def board(self) -> Board | None:
+        """Chessboard behind transparent parts; None where transparency is dropped."""
+
+    def layout(self, width: int, height: int, max_tokens: int | None = None) -> Layout:
+        """Size after resizing and tokens of an image of this size."""
+
+    def num_tokens(self, width: int, height: int, max_tokens: int | None = None) -> int:
+        """Tokens of an image of this size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +101,9 @@ class VisionRule:
     merge_width: int = 2
     max_patches: int = 65536
     max_side_patches: int = 512
-    mean: _Channels = (0.5, 0.5, 0.5)
-    std: _Channels = (0.5, 0.5, 0.5)
-    board: _Board = (8, 255, 180)
+    mean: Channels = (0.5, 0.5, 0.5)
+    std: Channels = (0.5, 0.5, 0.5)
+    board: Board = (8, 255, 180)
 
     def resized(self, width: int, height: int, max_tokens: int | None = None) -> tuple[int, int]:
         """Width and height in pixels after resizing, before padding.
@@ -77,6 +128,16 @@ class VisionRule:
             fits = self._tokens(*self._scaled(width, height, middle)) <= max_tokens
             low, high = (middle, high) if fits else (low, middle)
         return self._scaled(width, height, low)
+
+    @property
+    def token_side(self) -> tuple[int, int]:
+        """Height and width of one token in pixels."""
+        return self.patch_size * self.merge_height, self.patch_size * self.merge_width
+
+    def layout(self, width: int, height: int, max_tokens: int | None = None) -> Layout:
+        """Size after resizing and tokens of an image of this size."""
+        size, (high, wide) = self.resized(width, height, max_tokens), self.token_side
+        return Layout(*size, math.ceil(size[0] / wide), math.ceil(size[1] / high))
 
     def num_tokens(self, width: int, height: int, max_tokens: int | None = None) -> int:
         """Tokens of an image of this size.
@@ -116,8 +177,8 @@ class ImagePatches:
     num_tokens: int
     width: int
     height: int
-    mean: _Channels = (0.5, 0.5, 0.5)
-    std: _Channels = (0.5, 0.5, 0.5)
+    mean: Channels = (0.5, 0.5, 0.5)
+    std: Channels = (0.5, 0.5, 0.5)
 
     def normalised(self) -> NDArray[np.float32]:
         """The patches as (level / 255 - mean) / std, float32 [N, 3, P, P]."""
@@ -127,7 +188,7 @@ class ImagePatches:
 
 
 def preprocess(
-    image: Image.Image, rule: VisionRule, max_tokens: int | None = None
+    image: Image.Image, rule: ImageRule, max_tokens: int | None = None
 ) -> ImagePatches:
     """Resize, fill the background, pad and cut into patches.
 
@@ -137,24 +198,25 @@ def preprocess(
         max_tokens: a limit of the recipe beside the model's own.
     """
     width, height = image.size
-    size = rule.resized(width, height, max_tokens)
+    layout = rule.layout(width, height, max_tokens)
+    size = (layout.width, layout.height)
+    if rule.board is None:
+        image = image.convert("RGB")
     if size != image.size:
         image = image.resize(size, Image.Resampling.BICUBIC)
     pixels = np.asarray(image, np.uint8)
-    if pixels.shape[-1] == 4:
+    if rule.board is not None and pixels.shape[-1] == 4:
         pixels = _on_board(pixels, rule.board)
-    p = rule.patch_size
-    token_y, token_x = p * rule.merge_height, p * rule.merge_width
-    rows, columns = -(-size[1] // token_y), -(-size[0] // token_x)
-    padded = np.zeros((rows * token_y, columns * token_x, 3), np.uint8)
+    p, (token_y, token_x) = rule.patch_size, rule.token_side
+    padded = np.zeros((layout.down * token_y, layout.across * token_x, 3), np.uint8)
     padded[: size[1], : size[0]] = pixels
     grid = (1, padded.shape[0] // p, padded.shape[1] // p)
     cut = padded.reshape(grid[1], p, grid[2], p, 3).transpose(0, 2, 4, 1, 3)
     patches = np.ascontiguousarray(cut.reshape(-1, 3, p, p))
-    return ImagePatches(patches, grid, rows * columns, width, height, rule.mean, rule.std)
+    return ImagePatches(patches, grid, layout.num_tokens, width, height, rule.mean, rule.std)
 
 
-def _on_board(pixels: NDArray[np.uint8], board: _Board) -> NDArray[np.uint8]:
+def _on_board(pixels: NDArray[np.uint8], board: Board) -> NDArray[np.uint8]:
     """Blend RGBA [H, W, 4] over a chessboard, white at the top left, and cut to whole levels.
 
     Whole-number arithmetic, so that a level that is a whole number is not cut to the one below.
@@ -182,7 +244,7 @@ def read_rule(config: Mapping[str, object] | None, vision: VisionSpec, where: st
     given = (config or {}).get("media_proc_cfg", {})
     if not isinstance(given, Mapping):
         raise DataError("TT405", f"{where}: media_proc_cfg", "must be an object")
-    fields = _Fields(given, f"{where}: media_proc_cfg")
+    fields = ProcessorFields(given, f"{where}: media_proc_cfg")
     merge = [vision.merge_height, vision.merge_width]
     one = merge[0] if merge[0] == merge[1] else merge
     fields.expect("patch_size", [vision.patch_size])
@@ -203,8 +265,13 @@ def read_rule(config: Mapping[str, object] | None, vision: VisionSpec, where: st
     return rule
 
 
-class _Fields:
-    """Reads media_proc_cfg; a key that nothing asks for may change the pixels and is refused."""
+class ProcessorFields:
+    """Reads the settings of a processor; a key that nothing asks for is refused.
+
+    Args:
+        values: the settings.
+        where: path of the object, for messages.
+    """
 
     def __init__(self, values: Mapping[str, object], where: str) -> None:
         self._values = values
@@ -219,16 +286,19 @@ class _Fields:
         return DataError("TT405", f"{self._where}.{key}", rule, value=self._values.get(key))
 
     def expect(self, key: str, allowed: list[object]) -> None:
+        """Require one of these values; an absent key passes."""
         if self._get(key, allowed[0]) not in allowed:
             raise self._fail(key, f"must be {allowed[0]}; nothing else is supported for this model")
 
     def integer(self, key: str, default: int) -> int:
+        """A whole number of at least 1."""
         value = self._get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self._fail(key, "must be a whole number of at least 1")
         return value
 
-    def channels(self, key: str, default: _Channels) -> _Channels:
+    def channels(self, key: str, default: Channels) -> Channels:
+        """Three numbers."""
         value = self._get(key, list(default))
         if not isinstance(value, list) or len(value) != 3:
             raise self._fail(key, "must be three numbers")
@@ -236,7 +306,8 @@ class _Fields:
             raise self._fail(key, "must be three numbers, for a deviation not 0")
         return float(value[0]), float(value[1]), float(value[2])
 
-    def board(self, key: str, default: _Board) -> _Board:
+    def board(self, key: str, default: Board) -> Board:
+        """Side of a square, and two levels."""
         value = self._get(key, {})
         if not isinstance(value, Mapping):
             raise self._fail(key, "must be an object")
@@ -250,6 +321,8 @@ class _Fields:
                 raise self._fail(f"{key}.{name}", rule)
         return found["square"], found["white"], found["gray"]
 
-    def finish(self) -> None:
-        if self._left:
-            raise self._fail(sorted(self._left)[0], "is not known and may change the pixels")
+    def finish(self, noise: Collection[str] = ()) -> None:
+        """Refuse what nothing asked for, but for keys known to have no effect."""
+        left = sorted(self._left - set(noise))
+        if left:
+            raise self._fail(left[0], "is not known and may change the pixels")

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trimtab.arch.load import load_arch
+from trimtab.arch.spec import VisionSpec
 from trimtab.config.recipe import DataSection, ImageSection
 from trimtab.data.chat import Message
+from trimtab.data.image_budget import read_budget_rule
 from trimtab.data.image_source import SOURCE, ImageSource, image_sources, message_images
-from trimtab.data.images import PREPROCESSOR, ImagePatches, VisionRule, preprocess, read_rule
+from trimtab.data.images import PREPROCESSOR, ImagePatches, ImageRule, preprocess, read_rule
 from trimtab.data.model_files import read_json
 from trimtab.data.tokenizer import Rendered, Tokenizer
 from trimtab.errors import DataError
@@ -39,7 +41,7 @@ class ImageProcessor:
         limits: `data.image` of the recipe.
     """
 
-    rule: VisionRule
+    rule: ImageRule
     token_id: int
     limits: ImageSection
 
@@ -95,10 +97,15 @@ def load_image_processor(
     if arch.vision is None:
         return None
     if arch.image_token_id is None:
-        raise DataError("TT405", f"{model_dir}/config.json", "has a vision_config but no "
-                        "media_placeholder_token_id")  # fmt: skip
+        raise DataError("TT405", f"{model_dir}/config.json", "has a vision_config but no id "
+                        "of a placeholder for images")  # fmt: skip
     where = f"{str(model_dir).rstrip('/')}/{PREPROCESSOR}"
-    rule = read_rule(read_json(model_dir, PREPROCESSOR), arch.vision, where)
+    given = read_json(model_dir, PREPROCESSOR)
+    rule: ImageRule
+    if isinstance(arch.vision, VisionSpec):
+        rule = read_rule(given, arch.vision, where)
+    else:
+        rule = read_budget_rule(given, arch.vision, where)
     return ImageProcessor(rule, arch.image_token_id, limits or ImageSection())
 
 

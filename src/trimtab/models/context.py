@@ -31,6 +31,7 @@ class ImageBatch:
 
     Args:
         patches: [N, 3, P, P], normalised; the patches of an image lie frame by frame, row by row.
+            [N, 3, F, P, P] where a patch spans F frames; without F an image stands still.
         grids: frames, rows and columns of patches of each image.
         rows: [M] int64, positions of the placeholder tokens in the flat pack, ascending.
     """
@@ -44,7 +45,7 @@ class ImageBatch:
         cls, patches: Sequence[ArrayLike], grids: Sequence[Sequence[int]], rows: Sequence[int],
         device: torch.device | str = "cpu",
     ) -> ImageBatch | None:
-        """A batch from one array [n, 3, P, P] and one grid per image; None without images."""
+        """A batch from one array of patches and one grid per image; None without images."""
         if not patches:
             return None
         arrays = [torch.as_tensor(image) for image in patches]

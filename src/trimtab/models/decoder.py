@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trimtab.arch.spec import ArchSpec, DenseSpec, KDASpec, VisionSpec
+from trimtab.arch.spec import ArchSpec, AxialVisionSpec, DenseSpec, KDASpec, VisionSpec
 from trimtab.errors import DataError
+from trimtab.models.axial_vision import AxialVisionTower, Merger
 from trimtab.models.cache import KDACache, MLACache, ModelCache
 from trimtab.models.context import ForwardContext, ImageBatch
 from trimtab.models.kda import KDA
@@ -100,11 +101,14 @@ class CausalLM(nn.Module):
         super().__init__()
         self.arch, self.compute_dtype = arch, compute_dtype
         d = arch.hidden_size
-        self.vision: VisionTower | None = None
-        self.projector: Projector | None = None
+        self.vision: VisionTower | AxialVisionTower | None = None
+        self.projector: Projector | Merger | None = None
         if isinstance(arch.vision, VisionSpec) and vision:
             self.vision = VisionTower(arch.vision, types.main)
             self.projector = Projector(arch.vision, d, types.main)
+        elif isinstance(arch.vision, AxialVisionSpec) and vision:
+            self.vision = AxialVisionTower(arch.vision, types.main)
+            self.projector = Merger(arch.vision, types.main)
         self.embed = Weight((arch.vocab_size, d), types.main)
         self.layers = nn.ModuleList(
             DecoderLayer(arch, index, types, ops) for index in range(arch.num_layers)
@@ -163,9 +167,9 @@ class CausalLM(nn.Module):
         Raises:
             DataError: TT407 if the model has no tower, or the images do not fit the tokens.
         """
-        if self.vision is None or self.projector is None or self.arch.vision is None:
+        if self.vision is None or self.projector is None:
             raise DataError("TT407", self.arch.name, "was built without a vision tower")
-        check_images(images, self.arch.vision, input_ids, self.arch.image_token_id)
+        check_images(images, self.arch, input_ids, continues=ctx.cache is not None)
         at_rows = ctx.at(images.rows)
         x = self.vision(images.patches.to(self.compute_dtype), images.grids, at_rows)
         features: Tensor = self.projector(x, at_rows)

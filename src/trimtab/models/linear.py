@@ -18,33 +18,43 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FrozenWeight:
-    """The weight of the base that a trained one replaces; no module owns it."""
+    """The weight and bias of the base that trained ones replace; no module owns them."""
 
     weight: nn.Parameter
+    bias: nn.Parameter | None = None
 
 
 class Linear(nn.Module):
-    """y = W x, plus the LoRA delta where a child `lora` is set.
+    """y = W x, plus a bias where there is one and the LoRA delta where a child `lora` is set.
 
     Args:
         in_features: width of x.
         out_features: width of y.
-        dtype: storage dtype of the weight.
+        dtype: storage dtype of weight and bias.
+        bias: whether there is one.
     """
 
     lora: LoRA | None
+    bias: nn.Parameter | None
     frozen: FrozenWeight | None = None
 
-    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, dtype: torch.dtype, *, bias: bool = False
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(
             torch.empty(out_features, in_features, dtype=dtype), requires_grad=False
         )
+        self.bias = None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False)
         self.register_module("lora", None)
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """[..., in] -> [..., out] in the dtype of x."""
         y = linear(x, self.weight)
+        if self.bias is not None:
+            y = y + self.bias.to(y.dtype)
         return y if self.lora is None else y + self.lora(x, ctx)
 
     def effective_weight(self, dtype: torch.dtype) -> Tensor:
@@ -70,6 +80,8 @@ class RMSNorm(nn.Module):
 
 class LayerNormWeights(nn.Module):
     """Gain and bias of a layer norm."""
+
+    frozen: FrozenWeight | None = None
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trimtab.arch.adapter import LoRATarget
 from trimtab.errors import AdapterError
 from trimtab.models.context import ForwardContext
-from trimtab.models.full import full_modules, full_parameters, merge_full
+from trimtab.models.full import full_modules, full_parameters, merge_full, put_back
 from trimtab.models.linear import Linear
 from trimtab.ops.precision import linear
 
@@ -134,18 +134,16 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def disabled(model: nn.Module) -> Iterator[None]:
     """The base model inside the block."""
     modules = list(lora_modules(model).values())
-    trained = [(module, module.weight, frozen) for _, module, frozen in full_modules(model)]
     for module in modules:
         module.enabled = False
-    for full, _, frozen in trained:
-        full.weight = frozen.weight
+    trained = [(module, put_back(module, frozen)) for _, module, frozen in full_modules(model)]
     try:
         yield
     finally:
         for module in modules:
             module.enabled = True
-        for full, weight, _ in trained:
-            full.weight = weight
+        for full, weights in trained:
+            put_back(full, weights)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trimtab.arch.spec import AxialVisionSpec, VisionSpec
+from trimtab.arch.spec import ArchSpec, AxialVisionSpec, VisionSpec
 from trimtab.errors import DataError
 from trimtab.models.context import ForwardContext, ImageBatch
 from trimtab.models.linear import Linear, RMSNorm, Weight
@@ -143,26 +143,25 @@ class Projector(nn.Module):
 
 
 def check_images(
-    images: ImageBatch, spec: VisionSpec | AxialVisionSpec, input_ids: Tensor, image_token_id: int | None
+    images: ImageBatch, arch: ArchSpec, input_ids: Tensor, *, continues: bool = False
 ) -> None:
     """Hold patches, grids, rows and placeholder tokens of a batch against each other.
 
     Counts are checked always, token values on the CPU only: elsewhere a look costs a wait.
 
+    Args:
+        images: what fills the placeholders.
+        arch: of a model with a tower.
+        input_ids: [T], the pack.
+        continues: the pack goes on where a cache ends, so that a video may have begun before it.
+
     Raises:
         DataError: TT407, with both sides of what differs.
     """
+    spec = arch.vision
+    assert spec is not None, "only called for a model with a tower"
     for number, grid in enumerate(images.grids):
-        frames, rows, columns = grid
-        most = spec.max_frames
-        if min(grid) < 1 or (most is not None and frames > most) or (
-            rows % spec.merge_height or columns % spec.merge_width
-        ):
-            rule = (
-                f"must have 1 to {most or 'any number of'} frames, and rows and columns that are "
-                f"multiples of {spec.merge_height} and {spec.merge_width}"
-            )
-            raise DataError("TT407", f"image {number}: grid", rule, value=grid)
+        _check_grid(number, grid, spec)
     patches = sum(t * h * w for t, h, w in images.grids)
     if images.patches.shape[0] != patches:
         raise DataError("TT407", "images", f"the grids make {patches} patches",
@@ -171,10 +170,43 @@ def check_images(
     if images.rows.shape[0] != tokens:
         raise DataError("TT407", "images", f"the grids make {tokens} image tokens",
                         value=f"{images.rows.shape[0]} placeholder rows", hint=_COUNT_HINT)
-    if input_ids.device.type != "cpu" or image_token_id is None:
+    if input_ids.device.type != "cpu" or arch.image_token_id is None:
         return
-    places = (input_ids == image_token_id).nonzero().squeeze(1)
+    places = (input_ids == arch.image_token_id).nonzero().squeeze(1)
     if not torch.equal(places, images.rows.to(places.device)):
-        rule = f"the {tokens} rows given are not those of the placeholder token {image_token_id}"
+        rule = f"the {tokens} rows given are not those of the placeholder token {arch.image_token_id}"
         raise DataError("TT407", "images", rule, value=f"{len(places)} placeholders",
                         hint=_COUNT_HINT)
+    if not continues:
+        _check_videos(images, arch, input_ids)
+
+
+def _check_grid(number: int, grid: Grid, spec: VisionSpec | AxialVisionSpec) -> None:
+    frames, rows, columns = grid
+    most = spec.max_frames
+    if min(grid) >= 1 and (most is None or frames <= most) and not (
+        rows % spec.merge_height or columns % spec.merge_width
+    ):
+        return
+    rule = (
+        f"must have {'one frame or more' if most is None else f'1 to {most} frames'}, and rows and "
+        f"columns that are multiples of {spec.merge_height} and {spec.merge_width}"
+    )
+    raise DataError("TT407", f"image {number}: grid", rule, value=grid)
+
+
+def _check_videos(images: ImageBatch, arch: ArchSpec, input_ids: Tensor) -> None:
+    """Where videos have tokens of their own, an item of several frames stands between them."""
+    if arch.video_token_id is not None and bool((input_ids == arch.video_token_id).any()):
+        rule = f"videos use the placeholder of images, {arch.image_token_id}, between their own tokens"
+        raise DataError("TT407", "input_ids", rule, value=arch.video_token_id)
+    if arch.video_span is None or arch.vision is None:
+        return
+    start, end = (torch.cumsum(input_ids == token, 0) for token in arch.video_span)
+    inside, begin = (start > end)[images.rows], 0
+    for number, grid in enumerate(images.grids):
+        count = arch.vision.num_tokens(grid)
+        if grid[0] > 1 and not bool(inside[begin : begin + count].all()):
+            rule = f"a video stands between the tokens {arch.video_span[0]} and {arch.video_span[1]}"
+            raise DataError("TT407", f"image {number}: grid", rule, value=grid)
+        begin += count

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trimtab.arch.spec import RopeSpec
 from trimtab.ops.precision import island_dtype
+from trimtab.ops.rope import inverse_frequencies
 
 Grid = tuple[int, int, int]
 
@@ -75,6 +77,32 @@ def rotary_angles(grid: Grid, head_dim: int, theta: float) -> Tensor:
     size = (rows, columns, len(rates))
     pairs = torch.stack((by_column.expand(size), by_row.unsqueeze(1).expand(size)), -1)
     return pairs.reshape(rows * columns, head_dim // 2).repeat(frames, 1)
+
+
+def axial_angles(grid: Grid, head_dim: int, theta: float) -> Tensor:
+    """Angle of every channel pair (c, c + K/2) of every patch: first rows, then columns.
+
+        pair i:          row    * theta^(-4i / head_dim)      i < K/4
+        pair K/4 + i:    column * theta^(-4i / head_dim)
+
+    The frequencies are those of `ops.rope`, in float32.
+
+    Args:
+        grid: slices, rows, columns; slices share their angles.
+        head_dim: K, a multiple of 4.
+        theta: base of the frequencies.
+
+    Returns:
+        [slices * rows * columns, K/2] float64 on the CPU.
+    """
+    slices, rows, columns = grid
+    quarter = head_dim // 4
+    rates = inverse_frequencies(RopeSpec(theta), 2 * quarter).to(torch.float64)
+    by_row = torch.arange(rows, dtype=torch.float64).unsqueeze(1) * rates
+    by_column = torch.arange(columns, dtype=torch.float64).unsqueeze(1) * rates
+    size = (rows, columns, quarter)
+    angles = torch.cat((by_row.unsqueeze(1).expand(size), by_column.expand(size)), -1)
+    return angles.reshape(rows * columns, 2 * quarter).repeat(slices, 1)
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -20,8 +20,8 @@ from trimtab.checkpoint.adapter import load_adapter
 from trimtab.errors import AdapterError
 from trimtab.models.context import ForwardContext
 from trimtab.models.decoder import CausalLM
-from trimtab.models.full import full_modules
-from trimtab.models.linear import Linear, RMSNorm
+from trimtab.models.full import Trainable, full_modules
+from trimtab.models.linear import Linear
 from trimtab.models.lora import LoRA, disabled, lora_modules
 from trimtab.models.tape import ChoiceTape
 from trimtab.train.batch import MicroBatch, on_device
@@ -118,7 +118,7 @@ def _logits(model: CausalLM, batch: MicroBatch, tape: ChoiceTape) -> Tensor:
 @contextmanager
 def _merged(model: CausalLM, *, rounded: bool) -> Iterator[None]:
     """Adapted modules carry merged weights and no adapter inside the block."""
-    kept: list[tuple[Linear | RMSNorm, Parameter, LoRA | None]] = [
+    kept: list[tuple[Trainable, Parameter, LoRA | None]] = [
         (module, module.weight, None) for _, module, _ in full_modules(model)
     ]
     storage = {id(module): frozen.weight.dtype for _, module, frozen in full_modules(model)}
