@@ -129,7 +129,8 @@ def test_page_reads_well_without_colour(
 def test_list_names_presets_and_families(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "--list", "--json"]) == 0
     known = json.loads(capsys.readouterr().out)
-    assert "k3.1-tiny" in known["presets"] and known["families"] == ["kimi_k3", "kimi_linear"]
+    assert "k3.1-tiny" in known["presets"]
+    assert {"deepseek_v32", "glm_moe_dsa", "kimi_k3", "kimi_linear"} <= set(known["families"])
     assert main(["inspect", "--list"]) == 0
     assert "kimi-linear-48b" in capsys.readouterr().out
 

@@ -1,6 +1,6 @@
 """The parity cases: our model, loaded through its weight map, against an outside reference.
 
-kimi_linear is compared with transformers (in a process of its own), K3 and K3.1 with the naive
+Families that transformers has are compared with it (in a process of its own), K3 and K3.1 with the naive
 float64 model. Each case gives rows `(check, dtype, measured, kind of tolerance)`; the tests assert
 on them and `python -m tests.parity.table` writes them into docs/parity.md.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tests.oracles import naive_k3, random_glm5_next, random_k3, random_kimi_linear
+from tests.oracles import naive_k3, random_dsa, random_glm5_next, random_k3, random_kimi_linear
 from tests.oracles.random_tensors import random_ids, save_checkpoint
 from tests.oracles.run_hf import run_hf
 from tests.support.compare import relative_error
@@ -62,6 +62,13 @@ def kimi_linear(folder: Path, dtype: str, **fields: object) -> Reference:
     random_kimi_linear.write_checkpoint(folder, config, seed=SEED)
     sequences = [random_ids(config, n, seed=n) for n in LENGTHS]
     return hf_reference(folder, sequences, dtype)
+
+
+def dsa(folder: Path, dtype: str, family: str, **fields: object) -> Reference:
+    """Write a checkpoint to `folder` and run transformers on it."""
+    config = random_dsa.tiny_config(family, **fields)
+    random_dsa.write_checkpoint(folder, config, seed=SEED)
+    return hf_reference(folder, [random_ids(config, n, seed=n) for n in LENGTHS], dtype)
 
 
 def glm5_next(folder: Path, dtype: str, *, media: bool = False, **fields: object) -> Reference:
@@ -152,6 +159,9 @@ CASES: dict[str, Callable[[Path, str], Reference]] = {
     "kimi_linear, query latent, expert groups": lambda f, d: kimi_linear(
         f, d, q_lora_rank=24, num_expert_group=2, topk_group=1
     ),
+    "deepseek_v3": lambda f, d: dsa(f, d, "deepseek_v3"),
+    "deepseek_v32": lambda f, d: dsa(f, d, "deepseek_v32"),
+    "glm_moe_dsa, shared selections": lambda f, d: dsa(f, d, "glm_moe_dsa"),
     "glm5_next": lambda f, d: glm5_next(f, d),
     "glm5_next, pools of 2, images and videos": lambda f, d: glm5_next(
         f, d, media=True, index_kpool=2

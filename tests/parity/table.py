@@ -17,11 +17,11 @@ HEADER = """\
 # Parity with outside references
 
 Written by `python -m tests.parity.table docs/parity.md`; the same cases are tests
-(`tests/parity/test_models.py`). `kimi_linear` is compared with transformers {transformers},
-K3 and K3.1 with an independent naive float64 model that lives in `tests/oracles`. Checkpoints are
+(`tests/parity/test_models.py`). K3 and K3.1 are compared with an independent naive float64 model
+that lives in `tests/oracles`, all other families with transformers {transformers}. Checkpoints are
 random, in the released file format, and are read through the real weight maps. Errors are relative
 to the largest magnitude of a tensor; gradients are the worst over all released tensors. In float32
-`kimi_linear` is compared with transformers in float32, K3 with the float64 model.
+K3 is compared with the float64 model, the others with transformers in float32.
 
 torch {torch}, {machine}.
 

@@ -10,7 +10,14 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from trimtab.arch.readers import glm5_next, kimi_k3, kimi_linear
+from trimtab.arch.readers import (
+    deepseek_v3,
+    deepseek_v32,
+    glm5_next,
+    glm_moe_dsa,
+    kimi_k3,
+    kimi_linear,
+)
 from trimtab.arch.spec import ArchSpec
 from trimtab.errors import ArchError, ConfigError
 
@@ -18,8 +25,12 @@ Reader = Callable[[Mapping[str, object], str], ArchSpec]
 
 # model_type -> reader; the weight map of the same family stands in `maps`.
 READERS: dict[str, Reader] = {
+    "deepseek_v3": deepseek_v3.read,
+    "deepseek_v32": deepseek_v32.read,
     "glm5_next": glm5_next.read,
     "glm5_next_text": glm5_next.read,
+    "glm_moe_dsa": glm_moe_dsa.read,
+    "kimi_k2": deepseek_v3.read,
     "kimi_k3": kimi_k3.read,
     "kimi_linear": kimi_linear.read,
 }
@@ -49,6 +60,20 @@ def load_arch(config: Mapping[str, object], source: str = "config.json") -> Arch
         rule = f"not supported; supported families are {', '.join(READERS)}"
         raise ArchError("TT201", f"{source}: model_type", rule, value=family, hint=hint)
     return READERS[family](config, source)
+
+
+def require_readable(arch: ArchSpec, where: str) -> None:
+    """Raise if the weights of a model have a stored form that is only recognised.
+
+    Raises:
+        ArchError: TT205.
+    """
+    form = arch.quantization
+    if form is not None and not form.readable:
+        raise ArchError(
+            "TT205", where, f"weights stored as {form.name} cannot be read yet; only "
+            "`trimtab inspect` takes them", hint="use the BF16 or FP8 release of the same model",
+        )
 
 
 def read_arch(path: str | Path) -> ArchSpec:

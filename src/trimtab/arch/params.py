@@ -10,7 +10,7 @@ with them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from trimtab.arch.spec import (
@@ -81,6 +81,31 @@ def _all_params(arch: ArchSpec) -> Iterator[ParamSpec]:
     yield ParamSpec("norm.weight", (d,), arch.dtype, ("hidden",), "norm")
     if not arch.tie_word_embeddings:
         yield ParamSpec("lm_head.weight", (w, d), arch.dtype, ("vocab", "hidden"), "head")
+
+
+def mtp_inventory(arch: ArchSpec, *, tables: bool) -> tuple[ParamSpec, ...]:
+    """Every parameter of the multi-token prediction layers, which no model has.
+
+    Each is a decoder layer, numbered after the others, whose input is eh_proj of the normed
+    embedding of the next token beside the normed hidden state.
+
+    Args:
+        arch: the model.
+        tables: the layers repeat the input table and the head.
+    """
+    whole = replace(arch, layers=arch.layers + arch.mtp)
+    found: list[ParamSpec] = []
+    for index in range(arch.num_layers, whole.num_layers):
+        make, d, w = _Maker(f"layers.{index}", arch.dtype, index), arch.hidden_size, arch.vocab_size
+        if tables:
+            found.append(make("embed_tokens.weight", (w, d), ("vocab", "hidden"), "embedding"))
+            found.append(make("shared_head.head.weight", (w, d), ("vocab", "hidden"), "head"))
+        found.append(make("enorm.weight", (d,), ("hidden",), "norm"))
+        found.append(make("hnorm.weight", (d,), ("hidden",), "norm"))
+        found.append(make("eh_proj.weight", (d, 2 * d), ("hidden", "pair"), "dense_ffn"))
+        found.append(make("shared_head.norm.weight", (d,), ("hidden",), "norm"))
+        found += _layer(whole, index)
+    return tuple(found)
 
 
 def _layer(arch: ArchSpec, index: int) -> Iterator[ParamSpec]:

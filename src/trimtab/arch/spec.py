@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from trimtab.arch.quantization import Quantization
+
 FloatType = Literal["BF16", "F32"]
 
 # The float32 machine epsilon. The tower's RMS norms are built without an eps; torch then takes
@@ -362,6 +364,12 @@ class ArchSpec:
         image_token_id: placeholder id that image features replace.
         video_token_id: an id that no prompt may hold: videos use the placeholder of images.
         video_span: ids that open and close a video, whose placeholders lie between them.
+
+
+@dataclass(frozen=True, slots=True)
+        quantization: stored form of most matrices; None where they are stored as they are.
+        mtp: multi-token prediction layers that follow the others in the files; they are recognised
+            and skipped.
         ignored: config keys that were read and have no effect.
         unsupported: features present in the config that no verb supports yet.
     """
@@ -383,6 +391,8 @@ class ArchSpec:
     video_token_id: int | None = None
     video_span: tuple[int, int] | None = None
     vision: VisionSpec | AxialVisionSpec | None = None
+    quantization: Quantization | None = None
+    mtp: tuple[LayerSpec, ...] = ()
     ignored: tuple[str, ...] = ()
     unsupported: tuple[str, ...] = ()
 

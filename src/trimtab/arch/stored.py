@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Transform = Literal["same", "reshape", "pad_tail", "mxfp4_packed", "mxfp4_scale"]
+Transform = Literal[
+    "same", "reshape", "pad_tail", "mxfp4_packed", "mxfp4_scale", "fp8_values", "fp8_scale",
+    "foreign_values", "foreign_scale",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +25,17 @@ class StoredTensor:
     - `reshape`: the same elements in another shape.
     - `pad_tail`: the first `prod(param[index].shape)` elements; the tail is zero when written.
     - `mxfp4_packed` / `mxfp4_scale`: nibbles [out, in/2] and block exponents [out, in/32].
+    - `fp8_values` / `fp8_scale`: F8_E4M3 elements [out, in] and one F32 factor per block.
+    - `foreign_values` / `foreign_scale`: a form that is recognised and cannot be read.
 
     Args:
         name: released name.
         shape: stored shape.
-        dtype: safetensors dtype string (BF16, F32, U8).
+        dtype: safetensors dtype string (BF16, F32, U8, F8_E4M3).
         param: fully qualified name of the parameter it fills.
         index: leading indices into the parameter, such as (expert, 0) for a gate matrix.
         transform: how stored elements relate to the part.
+        block: rows and columns that one element stands for, of a scale.
     """
 
     name: str
@@ -38,6 +44,7 @@ class StoredTensor:
     param: str
     index: tuple[int, ...] = ()
     transform: Transform = "same"
+    block: tuple[int, int] = (1, 1)
 
     @property
     def num_bytes(self) -> int:

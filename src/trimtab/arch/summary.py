@@ -24,6 +24,7 @@ from trimtab.arch.spec import (
     MoESpec,
 )
 from trimtab.arch.stored import StoredTensor
+from trimtab.units import format_bytes, format_count
 
 _IMAGE_OWNERS = {"vision", "projector"}
 _BF16_BYTES = 2
@@ -49,6 +50,16 @@ class OwnerSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class SkippedSummary:
+    """Multi-token prediction layers that the released files have beside the model."""
+
+    layers: tuple[int, ...]
+    parameters: int
+    num_tensors: int
+    stored_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """What `trimtab inspect --json` prints of an architecture.
 
@@ -64,9 +75,11 @@ class Summary:
         kv_bytes_per_token: cache that grows with the sequence, bf16, indexer keys included.
         state_bytes_per_sequence: fp32 recurrent state, without the convolution tail.
         conv_bytes_per_sequence: the convolution tail, bf16.
-        bytes_by_dtype: stored bytes per form: BF16, F32, MXFP4 with its scales.
+        bytes_by_dtype: stored bytes per form: BF16, F32, and MXFP4, FP8, NVFP4 with their scales.
+        quantization: stored form of most matrices as users know it, None where they are plain.
         owners: the same bytes per kind of module, in forward order.
         layers: one entry per decoder layer.
+        mtp: what is recognised and skipped, in none of the other numbers.
         unusual: features that few models have, in words.
         unsupported: features that no verb supports yet.
         ignored: config keys that were read and have no effect.
@@ -83,8 +96,10 @@ class Summary:
     state_bytes_per_sequence: int
     conv_bytes_per_sequence: int
     bytes_by_dtype: dict[str, int]
+    quantization: str | None
     owners: tuple[OwnerSummary, ...]
     layers: tuple[LayerSummary, ...]
+    mtp: SkippedSummary | None
     unusual: tuple[str, ...]
     unsupported: tuple[str, ...]
     ignored: tuple[str, ...]
@@ -109,9 +124,10 @@ def summarise(arch: ArchSpec) -> Summary:
     dtype_bytes: Counter[str] = Counter()
     for param, tensor, count in census(arch):
         num_tensors += count
-        elements[param.owner] += _elements(tensor) * count
+        elements[param.owner] += _elements(param, tensor) * count
         owner_bytes[param.owner] += tensor.num_bytes * count
-        dtype_bytes["MXFP4" if param.form == "mxfp4" else tensor.dtype] += tensor.num_bytes * count
+        dtype_bytes[_form_name(arch, tensor)] += tensor.num_bytes * count
+    mtp = _skipped(arch)
     total = elements.total()
     caches = cache_specs(arch)
     return Summary(
@@ -126,12 +142,58 @@ def summarise(arch: ArchSpec) -> Summary:
         state_bytes_per_sequence=sum(cache.state_bytes for cache in caches),
         conv_bytes_per_sequence=sum(cache.conv_bytes for cache in caches),
         bytes_by_dtype=dict(dtype_bytes.most_common()),
+        quantization=_quantization_name(arch),
         owners=tuple(OwnerSummary(o, elements[o], owner_bytes[o]) for o in elements),
         layers=tuple(_layer(index, layer) for index, layer in enumerate(arch.layers)),
+        mtp=mtp,
         unusual=describe_unusual(arch),
-        unsupported=arch.unsupported,
+        unsupported=arch.unsupported + _unsupported(arch, mtp),
         ignored=arch.ignored,
     )
+
+
+def _skipped(arch: ArchSpec) -> SkippedSummary | None:
+    if not arch.mtp:
+        return None
+    parameters = tensors = size = 0
+    for param, tensor, count in census(arch, mtp=True):
+        parameters += _elements(param, tensor) * count
+        tensors += count
+        size += tensor.num_bytes * count
+    first = arch.num_layers
+    return SkippedSummary(tuple(range(first, first + len(arch.mtp))), parameters, tensors, size)
+
+
+def _unsupported(arch: ArchSpec, mtp: SkippedSummary | None) -> tuple[str, ...]:
+    lines = []
+    if mtp is not None:
+        word = "layer" if len(mtp.layers) == 1 else "layers"
+        lines.append(
+            f"multi-token prediction: {word} {', '.join(map(str, mtp.layers))} "
+            f"({format_count(mtp.parameters)} parameters, {format_bytes(mtp.stored_bytes)}), "
+            "recognised and skipped"
+        )
+    if arch.quantization is not None and not arch.quantization.readable:
+        name = arch.quantization.name
+        lines.append(f"weights stored as {name}: shown here, refused by every other verb")
+    return tuple(lines)
+
+
+def _form_name(arch: ArchSpec, tensor: StoredTensor) -> str:
+    """The line of `bytes_by_dtype` that a stored tensor belongs to."""
+    if tensor.transform.startswith("mxfp4"):
+        return "MXFP4"
+    if arch.quantization is not None and tensor.transform.startswith(("fp8", "foreign")):
+        return arch.quantization.name
+    return tensor.dtype
+
+
+def _quantization_name(arch: ArchSpec) -> str | None:
+    if arch.quantization is not None:
+        return arch.quantization.name
+    ffns = (layer.ffn for layer in arch.layers)
+    packed = any(isinstance(ffn, MoESpec) and ffn.form == "mxfp4" for ffn in ffns)
+    return "MXFP4" if packed else None
 
 
 def active_parameters(arch: ArchSpec, elements: Counter[str]) -> int:
@@ -156,11 +218,13 @@ def _selected(arch: ArchSpec, param: ParamSpec) -> int:
     return param.numel // ffn.num_experts * ffn.top_k
 
 
-def _elements(tensor: StoredTensor) -> int:
-    """Parameters in a stored tensor: two per packed byte, none in a scale."""
-    if tensor.transform == "mxfp4_scale":
+def _elements(param: ParamSpec, tensor: StoredTensor) -> int:
+    """Parameters in a stored tensor: those of its part of the parameter, none in a scale."""
+    if tensor.transform.endswith("_scale"):
         return 0
-    return prod(tensor.shape) * (2 if tensor.transform == "mxfp4_packed" else 1)
+    if tensor.transform in ("mxfp4_packed", "foreign_values"):
+        return prod(param.shape[len(tensor.index):])
+    return prod(tensor.shape)
 
 
 def _layer(index: int, layer: LayerSpec) -> LayerSummary:
@@ -190,9 +254,14 @@ def describe_unusual(arch: ArchSpec) -> tuple[str, ...]:
     if kdas:
         lines += _unusual_kda(kdas[0], len(kdas))
     if mlas:
-        lines += _unusual_mla(mlas[0], len(mlas))
+        lines += _unusual_mla(mlas)
     if moes:
         lines += _unusual_moe(moes[0], arch.hidden_size)
+    form = arch.quantization
+    if form is not None and form.readable:
+        scale = next(part for part in form.parts if part.kind == "scale")
+        rows, columns = scale.block
+        lines.append(f"matrices are released in {form.name} with a scale per {rows} x {columns} block")
     if arch.vision is not None:
         lines.append(f"vision tower of {arch.vision.num_layers} layers with a patch-merging projector")
     return tuple(lines)
@@ -207,10 +276,16 @@ def _unusual_kda(spec: KDASpec, count: int) -> list[str]:
     return [f"linear attention (KDA) in {count} layers: a fixed state instead of a cache, {gate}"]
 
 
-def _unusual_mla(spec: MLASpec, count: int) -> list[str]:
+def _unusual_mla(specs: list[MLASpec]) -> list[str]:
     lines: list[str] = []
+    spec, count = specs[0], len(specs)
     if spec.rope is None:
         lines.append(f"no position encoding (NoPE) in {count} latent attention (MLA) layers")
+    elif spec.rope.yarn_factor is not None:
+        lines.append(
+            f"YaRN: rotary positions stretched {spec.rope.yarn_factor:g} times beyond "
+            f"{spec.rope.yarn_original:,}"
+        )
     if spec.gate is not None:
         lines.append(f"sigmoid output gate per {spec.gate} on MLA")
     if spec.indexer is not None:
@@ -224,11 +299,16 @@ def _unusual_mla(spec: MLASpec, count: int) -> list[str]:
                 f"the indexer sees pools of {index.pool} keys; a query's own unfinished pool is "
                 f"{'always' if index.always_select_tail else 'never'} kept"
             )
+    shared = sum(s.indexer is not None and s.indexer.share == "shared" for s in specs)
+    if shared:
+        lines.append(f"shared selections: {shared} of {count} layers reuse that of a layer before")
     return lines
 
 
 def _unusual_moe(spec: MoESpec, hidden_size: int) -> list[str]:
     lines = [f"{spec.num_experts} routed experts per layer, {spec.top_k} per token"]
+    if spec.groups > 1:
+        lines.append(f"experts in {spec.groups} groups, of which a token keeps {spec.topk_groups}")
     if spec.latent is not None:
         lines.append(
             f"latent MoE: experts work on {spec.latent.size:,} of {hidden_size:,} channels"

@@ -5,7 +5,7 @@ Knows: bytes <-> tensors, stored form <-> the part of a parameter. Does not know
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from trimtab.arch.params import ParamSpec, inventory
 from trimtab.arch.spec import ArchSpec
 from trimtab.arch.stored import StoredTensor
 from trimtab.errors import CheckpointError
-from trimtab.ops import mxfp4
+from trimtab.ops import fp8, mxfp4
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -85,6 +85,9 @@ def check_finite(tensor: Tensor, stored: StoredTensor, where: str) -> None:
     if stored.transform == "mxfp4_scale":
         bad = tensor == _E8M0_NAN
         rule = "a block scale of 255 is NaN"
+    elif tensor.dtype is torch.float8_e4m3fn:
+        bad = fp8.is_nan(tensor)
+        rule = "must be finite"
     elif tensor.is_floating_point():
         bad = ~torch.isfinite(tensor)
         rule = "must be finite"
@@ -105,7 +108,8 @@ def decode_part(part: Part, read: TensorFor, dtype: torch.dtype | None = None) -
     Args:
         part: what to decode.
         read: gives a stored tensor in its stored dtype and shape.
-        dtype: of the result; None keeps the stored dtype, BF16 for mxfp4.
+        dtype: of the result; None keeps the stored dtype, BF16 for mxfp4 and F32 for fp8, which
+            both lose nothing.
 
     Returns:
         Tensor of shape `part.shape`.
@@ -114,6 +118,10 @@ def decode_part(part: Part, read: TensorFor, dtype: torch.dtype | None = None) -
     if "mxfp4_packed" in by_rule:
         packed, scale = read(by_rule["mxfp4_packed"]), read(by_rule["mxfp4_scale"])
         return mxfp4.decode(packed, scale, dtype or torch.bfloat16).reshape(part.shape)
+    if "fp8_values" in by_rule:
+        factor = by_rule["fp8_scale"]
+        values, scale = read(by_rule["fp8_values"]), read(factor)
+        return fp8.decode(values, scale, factor.block, dtype or scale.dtype)
     (stored,) = part.stored
     value = read(stored)
     if stored.transform == "pad_tail":
@@ -123,7 +131,7 @@ def decode_part(part: Part, read: TensorFor, dtype: torch.dtype | None = None) -
 
 
 def encode_plain(stored: StoredTensor, value: Tensor) -> Tensor:
-    """The stored form of a part for every rule but mxfp4."""
+    """The stored form of a part for every rule but mxfp4 and fp8."""
     value = value.to(TORCH_DTYPES[stored.dtype])
     if stored.transform == "pad_tail":
         padded = torch.zeros(stored.shape, dtype=value.dtype)
@@ -133,27 +141,39 @@ def encode_plain(stored: StoredTensor, value: Tensor) -> Tensor:
 
 
 class StoredFromParts:
-    """Gives stored tensors from logical parts; packed and scale of one part are encoded once.
+    """Gives stored tensors from logical parts; values and scale of one part are encoded once.
 
     Args:
         arch: the architecture that is written.
         part_for: gives `param[index]`, floating, of shape `Part.shape`.
+        params: what is written; None is the inventory.
     """
 
-    def __init__(self, arch: ArchSpec, part_for: PartFor) -> None:
-        self._params = {param.name: param for param in inventory(arch)}
+    def __init__(
+        self, arch: ArchSpec, part_for: PartFor, params: Iterable[ParamSpec] | None = None
+    ) -> None:
+        self._params = {param.name: param for param in params or inventory(arch)}
         self._part_for = part_for
+        self._quantization = arch.quantization
         self._last: tuple[tuple[str, tuple[int, ...]], tuple[Tensor, Tensor]] | None = None
 
     def __call__(self, stored: StoredTensor) -> Tensor:
         """The stored tensor in its stored dtype and shape."""
         param = self._params[stored.param]
-        if stored.transform not in ("mxfp4_packed", "mxfp4_scale"):
+        if not stored.transform.startswith(("mxfp4", "fp8")):
             return encode_plain(stored, self._part_for(param, stored.index))
         key = (stored.param, stored.index)
         if self._last is None or self._last[0] != key:
+            self._last = (key, self._encode(stored, self._part_for(param, stored.index)))
+        values = stored.transform in ("mxfp4_packed", "fp8_values")
+        return self._last[1][0 if values else 1].reshape(stored.shape)
+
+    def _encode(self, stored: StoredTensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        if stored.transform.startswith("mxfp4"):
             # Rounding first makes the block scales the smallest possible, so that a tensor that
             # is loaded and written again keeps its bytes.
-            on_grid = mxfp4.round_to_grid(self._part_for(param, stored.index))
-            self._last = (key, mxfp4.encode(on_grid))
-        return self._last[1][0 if stored.transform == "mxfp4_packed" else 1].reshape(stored.shape)
+            return mxfp4.encode(mxfp4.round_to_grid(value))
+        form = self._quantization
+        assert form is not None, "fp8 tensors come from a quantised architecture"
+        scale = next(part for part in form.parts if part.kind == "scale")
+        return fp8.encode(value, scale.block, power_of_two=form.power_of_two_scales)

@@ -59,7 +59,7 @@ def copy_checkpoint(
 ) -> None:
     """Write a checkpoint again in the released format, merged with an adapter if one is given.
 
-    W becomes W + scaling * B A, added in float32 and rounded once to the stored dtype; a matrix
+    Multi-token prediction layers are left out, and the config written says so. W becomes W + scaling * B A, added in float32 and rounded once to the stored dtype; a matrix
     trained in full replaces W.
 
     Args:
@@ -81,6 +81,8 @@ def copy_checkpoint(
     require_equal(arch, source.entries(), source.where)
     if dtype != "native":
         config = config_with_dtype(config, _CONFIG_DTYPES[dtype])
+    if arch.mtp:
+        config = config_without_mtp(config)
     written = load_arch(config, source.where)
     if dtype != "native" and written.dtype != {"bf16": "BF16", "fp32": "F32"}[dtype]:
         raise ArchError("TT202", source.where, f"the config of {arch.family} cannot say {dtype}")
@@ -135,7 +137,7 @@ def merged_tensors(
             entry = entries[stored.name]
             if (entry.dtype, entry.shape) == (stored.dtype, stored.shape):
                 return read(stored)
-        if stored.param in deltas.names and stored.transform.startswith("mxfp4"):
+        if stored.param in deltas.names and stored.transform.startswith(("mxfp4", "fp8")):
             rule = "packed weights cannot take an adapter without loss"
             raise AdapterError("TT503", stored.param, rule, hint="merge with --dtype bf16")
         return encode(stored)
@@ -152,6 +154,15 @@ def config_with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
         part.pop("quantization_config", None)
         key = "torch_dtype" if "torch_dtype" in part else "dtype"
         part[key] = dtype
+    return changed
+
+
+def config_without_mtp(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the same model without multi-token prediction layers."""
+    changed = copy.deepcopy(dict(config))
+    for part in (changed, changed.get("text_config")):
+        if isinstance(part, dict) and "num_nextn_predict_layers" in part:
+            part["num_nextn_predict_layers"] = 0
     return changed
 
 

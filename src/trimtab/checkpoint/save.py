@@ -16,6 +16,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from trimtab.arch.load import require_readable
 from trimtab.arch.maps import stored_tensors
 from trimtab.arch.params import ParamSpec, inventory
 from trimtab.arch.spec import ArchSpec
@@ -61,7 +62,9 @@ def save_checkpoint(
     Raises:
         CheckpointError: TT309 if `dst` holds something else, TT311 if the disk is too small,
             TT304 if `tensor_for` gives another shape or dtype.
+        ArchError: TT205 if the stored form is only recognised.
     """
+    require_readable(arch, str(dst))
     shards = plan_shards(arch, single_file_bytes)
     total = sum(stored.num_bytes for shard in shards.values() for stored in shard)
     require_free_space(dst, total)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from trimtab.arch.load import require_readable
 from trimtab.arch.maps import accepted_dtypes, accepts_shape, stored_tensors
 from trimtab.arch.params import inventory
 from trimtab.arch.spec import ArchSpec
@@ -57,7 +58,8 @@ def compare(arch: ArchSpec, entries: Mapping[str, TensorEntry]) -> list[Differen
     """Every difference between a checkpoint's tensors and the inventory.
 
     Shapes and dtypes that lose nothing are no difference: a padded tail (A_log) of any length,
-    and where the family allows it BF16 for F32 or the reverse (`maps.accepted_dtypes`).
+    and where the family allows it BF16 for F32 or the reverse (`maps.accepted_dtypes`). Tensors of
+    multi-token prediction layers are none either, whether there or not.
 
     Args:
         arch: the architecture; its vision tensors, if any, are expected too.
@@ -83,15 +85,21 @@ def compare(arch: ArchSpec, entries: Mapping[str, TensorEntry]) -> list[Differen
         if entry.dtype not in accepted_dtypes(arch, stored):
             found.append(Difference("dtype", stored.name, stored.dtype, entry.dtype))
     for name, entry in entries.items():
-        if name not in expected_names:
+        if name not in expected_names and not is_skipped(arch, name):
             found.append(Difference("extra", name, "", _show(entry.dtype, entry.shape)))
     return found
+
+
+def is_skipped(arch: ArchSpec, name: str) -> bool:
+    """Whether a tensor belongs to a multi-token prediction layer, which no verb reads."""
+    match = _LAYER.search(name) if arch.mtp else None
+    return match is not None and 0 <= int(match[1]) - arch.num_layers < len(arch.mtp)
 
 
 def require_equal(
     arch: ArchSpec, entries: Mapping[str, TensorEntry], where: str, limit: int = 10
 ) -> None:
-    """Raise if a checkpoint's tensors differ from the inventory.
+    """Raise if a checkpoint cannot be read, or its tensors differ from the inventory.
 
     Args:
         arch: the architecture.
@@ -101,7 +109,9 @@ def require_equal(
 
     Raises:
         CheckpointError: TT302, TT303 or TT304 by the kind of the first difference.
+        ArchError: TT205 if the stored form is only recognised.
     """
+    require_readable(arch, where)
     differences = compare(arch, entries)
     if not differences:
         return

@@ -46,11 +46,13 @@ def test_every_element_is_stored_exactly_once(name: str) -> None:
         seen.add(key)
         if tensor.transform.startswith("mxfp4"):
             assert logical_shape(tensor) == part
+        elif tensor.transform == "fp8_scale":
+            assert tensor.shape == tuple(-(-n // b) for n, b in zip(part, tensor.block, strict=True))
         elif tensor.transform == "pad_tail":
             assert prod(tensor.shape) >= prod(part) and tensor.shape[0] % 128 == 0
         else:
             assert prod(tensor.shape) == prod(part)
-        if tensor.transform != "mxfp4_scale":
+        if not tensor.transform.endswith("_scale"):
             covered[tensor.param] += prod(part)
     assert covered == {param.name: param.numel for param in params.values()}
 

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from trimtab.arch.maps import glm5_next, kimi_k3, kimi_linear
+from trimtab.arch.maps import deepseek, glm5_next, kimi_k3, kimi_linear
+from trimtab.arch.maps.quantized import PartsOf, parts_of
 from trimtab.arch.maps.rules import WeightMap, original, rename, stored_for
-from trimtab.arch.params import ParamSpec, inventory
+from trimtab.arch.params import ParamSpec, inventory, mtp_inventory
 from trimtab.arch.spec import ArchSpec
 from trimtab.arch.stored import StoredTensor
 
 WEIGHT_MAPS: dict[str, WeightMap] = {
+    "deepseek_v3": deepseek.WITH_MTP_TABLES,
+    "deepseek_v32": deepseek.WITH_MTP_TABLES,
     "glm5_next": glm5_next.WEIGHT_MAP,
+    "glm_moe_dsa": deepseek.WEIGHT_MAP,
+    "kimi_k2": deepseek.WEIGHT_MAP,
     "kimi_k3": kimi_k3.WEIGHT_MAP,
     "kimi_linear": kimi_linear.WEIGHT_MAP,
 }
@@ -26,9 +31,9 @@ _NOT_LINEAR = {"embedding", "residual", "norm", "routed_expert"}
 
 def iter_stored(arch: ArchSpec) -> Iterator[StoredTensor]:
     """Every tensor of the released files, in forward order of the parameters they fill."""
-    rules = WEIGHT_MAPS[arch.family].rules
+    rules, forms = WEIGHT_MAPS[arch.family].rules, _parts_of(arch)
     for param in inventory(arch):
-        yield from stored_for(param, rules)
+        yield from stored_for(param, rules, parts_of=forms)
 
 
 def stored_tensors(arch: ArchSpec) -> tuple[StoredTensor, ...]:
@@ -36,25 +41,47 @@ def stored_tensors(arch: ArchSpec) -> tuple[StoredTensor, ...]:
     return tuple(iter_stored(arch))
 
 
-def census(arch: ArchSpec) -> Iterator[tuple[ParamSpec, StoredTensor, int]]:
+def mtp_tensors(arch: ArchSpec) -> tuple[StoredTensor, ...]:
+    """The tensors of multi-token prediction layers, which files may have and no verb reads."""
+    rules, forms = WEIGHT_MAPS[arch.family].rules, _parts_of(arch)
+    params = mtp_inventory(arch, tables=WEIGHT_MAPS[arch.family].mtp_tables)
+    return tuple(
+        tensor for param in params for tensor in stored_for(param, rules, parts_of=forms)
+    )
+
+
+def census(arch: ArchSpec, *, mtp: bool = False) -> Iterator[tuple[ParamSpec, StoredTensor, int]]:
     """One stored tensor of each kind with the number of its like, for sums without the full list.
 
     The experts of a layer differ only in their number, so the first stands for all.
+
+    Args:
+        arch: the model.
+        mtp: its multi-token prediction layers instead of the rest.
     """
-    rules = WEIGHT_MAPS[arch.family].rules
-    for param in inventory(arch):
-        for tensor in stored_for(param, rules, experts=range(1)):
+    rules, forms = WEIGHT_MAPS[arch.family].rules, _parts_of(arch)
+    tables = WEIGHT_MAPS[arch.family].mtp_tables
+    for param in mtp_inventory(arch, tables=tables) if mtp else inventory(arch):
+        for tensor in stored_for(param, rules, range(1), forms):
             yield param, tensor, param.shape[0] if tensor.index else 1
 
 
 def stored_of(arch: ArchSpec, param: ParamSpec) -> tuple[StoredTensor, ...]:
     """The stored tensors that fill one parameter."""
-    return tuple(stored_for(param, WEIGHT_MAPS[arch.family].rules))
+    return tuple(stored_for(param, WEIGHT_MAPS[arch.family].rules, parts_of=_parts_of(arch)))
 
 
 def released_owner(arch: ArchSpec, name: str) -> tuple[str, tuple[int, ...]] | None:
     """Parameter name and leading indices that a released name would fill; None if no rule fits."""
+    for part in () if arch.quantization is None else arch.quantization.parts:
+        if part.suffix != ".weight" and name.endswith(part.suffix):
+            name = name.removesuffix(part.suffix) + ".weight"
+            break
     return original(name, WEIGHT_MAPS[arch.family].rules)
+
+
+def _parts_of(arch: ArchSpec) -> PartsOf:
+    return parts_of(arch.quantization, WEIGHT_MAPS[arch.family].never_quantised)
 
 
 def module_names(arch: ArchSpec) -> dict[str, str]:

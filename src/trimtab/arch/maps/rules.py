@@ -13,7 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from trimtab.arch.maps.quantized import PartsOf, plain
 from trimtab.arch.params import ParamSpec
+from trimtab.arch.quantization import StoredPart
 from trimtab.arch.stored import StoredTensor, Transform
 
 Part = Literal["whole", "expert", "gate", "up"]
@@ -55,15 +57,21 @@ class WeightMap:
             a name that no rule fits keeps its released form.
         float_dtypes: dtypes accepted for any float tensor beside the one the inventory says;
             empty where the release is exact.
+        never_quantised: shell patterns of released module names that quantised releases of the
+            family leave as they are.
+        mtp_tables: multi-token prediction layers repeat the input table and the head.
     """
 
     rules: tuple[Rule, ...]
     module_rules: tuple[Rule, ...] = ()
     float_dtypes: tuple[str, ...] = ()
+    never_quantised: tuple[str, ...] = ()
+    mtp_tables: bool = False
 
 
 def stored_for(
-    param: ParamSpec, rules: Sequence[Rule], experts: range | None = None
+    param: ParamSpec, rules: Sequence[Rule], experts: range | None = None,
+    parts_of: PartsOf = plain,
 ) -> Iterator[StoredTensor]:
     """The stored tensors that together fill one parameter, each element exactly once.
 
@@ -71,6 +79,7 @@ def stored_for(
         param: the parameter.
         rules: the family's table.
         experts: only these experts of a grouped parameter; None is all of them.
+        parts_of: how the release quantises matrices.
 
     Raises:
         LookupError: no rule fits, which is a hole in the family's table.
@@ -78,7 +87,7 @@ def stored_for(
     template, names = _first_fit(param.name, rules)
     for rule in rules:
         if rule.param == template:
-            yield from _expand(rule, param, names, experts)
+            yield from _expand(rule, param, names, experts, parts_of)
 
 
 def rename(name: str, rules: Sequence[Rule]) -> str | None:
@@ -118,32 +127,60 @@ def _first_fit(name: str, rules: Iterable[Rule]) -> tuple[str, dict[str, str]]:
 
 
 def _expand(
-    rule: Rule, param: ParamSpec, names: dict[str, str], experts: range | None
+    rule: Rule, param: ParamSpec, names: dict[str, str], experts: range | None, parts_of: PartsOf
 ) -> Iterator[StoredTensor]:
     if rule.part == "whole":
         stored = rule.stored.format(**names)
-        shape = _whole_shape(rule, param)
-        yield StoredTensor(stored, shape, param.dtype, param.name, (), rule.transform)
+        module = stored.removesuffix(".weight")
+        parts = parts_of(param, module)
+        for suffix, shape, dtype, transform, block in _forms(parts, param.shape):
+            yield StoredTensor(module + suffix, shape, dtype, param.name, (), transform, block)
+        if not parts:
+            shape = _whole_shape(rule, param)
+            yield StoredTensor(stored, shape, param.dtype, param.name, (), rule.transform)
         return
     tail = _SLICE[rule.part]
-    rows, columns = param.shape[1 + len(tail):]
     before, after = rule.stored.format(**names, e="\0").split("\0")
-    forms = _expert_forms(param, rows, columns)
+    # What is left unquantised is left so for all experts of a layer.
+    parts = parts_of(param, f"{before}0{after}")
+    forms = _forms(parts, param.shape[1 + len(tail):]) if parts else _expert_forms(param, tail)
     for expert in experts or range(param.shape[0]):
         index = (expert, *tail)
-        for suffix, shape, dtype, transform in forms:
+        for suffix, shape, dtype, transform, block in forms:
             name = f"{before}{expert}{after}{suffix}"
-            yield StoredTensor(name, shape, dtype, param.name, index, transform)
+            yield StoredTensor(name, shape, dtype, param.name, index, transform, block)
 
 
-def _expert_forms(
-    param: ParamSpec, rows: int, columns: int
-) -> tuple[tuple[str, tuple[int, ...], str, Transform], ...]:
+_ONE = (1, 1)
+# Suffix, shape, dtype, transform and block of one stored tensor.
+_Form = tuple[str, tuple[int, ...], str, Transform, tuple[int, int]]
+# Declared tensors of a quantised matrix -> what they are to the codec.
+_READABLE: dict[tuple[str, str], Transform] = {
+    (".weight", "F8_E4M3"): "fp8_values", (".weight_scale_inv", "F32"): "fp8_scale",
+}
+
+
+def _forms(parts: Sequence[StoredPart], shape: tuple[int, ...]) -> tuple[_Form, ...]:
+    readable = all((part.suffix, part.dtype) in _READABLE for part in parts)
+
+    def transform(part: StoredPart) -> Transform:
+        if readable:
+            return _READABLE[part.suffix, part.dtype]
+        return "foreign_values" if part.kind == "values" else "foreign_scale"
+
+    return tuple(
+        (part.suffix, part.shape(*shape), part.dtype, transform(part), part.block)
+        for part in parts
+    )
+
+
+def _expert_forms(param: ParamSpec, tail: tuple[int, ...]) -> tuple[_Form, ...]:
+    rows, columns = param.shape[1 + len(tail):]
     if param.form == "plain":
-        return ((".weight", (rows, columns), param.dtype, "same"),)
+        return ((".weight", (rows, columns), param.dtype, "same", _ONE),)
     return (
-        (".weight_packed", (rows, columns // 2), "U8", "mxfp4_packed"),
-        (".weight_scale", (rows, columns // _MXFP4_GROUP), "U8", "mxfp4_scale"),
+        (".weight_packed", (rows, columns // 2), "U8", "mxfp4_packed", _ONE),
+        (".weight_scale", (rows, columns // _MXFP4_GROUP), "U8", "mxfp4_scale", _ONE),
     )
 
 

@@ -100,9 +100,29 @@ class Fields:
             raise self._error(key, value, "must be a list of strings")
         return tuple(value)
 
+    def word(self, key: str) -> str:
+        """A string."""
+        value = self._get(key, None)
+        if not isinstance(value, str):
+            raise self._error(key, value, "must be a string")
+        return value
+
+    def first_integer(self, key: str) -> int | None:
+        """A whole number of at least 0, or the first of a list of them; None where absent."""
+        if self._absent(key) or not isinstance(self._values[key], list):
+            return self.optional_integer(key)
+        found = self.integers(key)
+        if not found or min(found) < 0:
+            raise self._error(key, found, "must list whole numbers of at least 0")
+        return found[0]
+
     def section(self, key: str) -> Fields:
         """A nested object."""
         return Fields(self._get(key, None), self._at(key), self.source)
+
+    def keys(self) -> tuple[str, ...]:
+        """All keys of the object, in file order."""
+        return tuple(self._values)
 
     def expect(self, key: str, wanted: int | str | bool, why: str) -> None:
         """Require one value of a field that has others elsewhere; an absent key passes.
