@@ -70,10 +70,13 @@ def require_readable(arch: ArchSpec, where: str) -> None:
     """
     form = arch.quantization
     if form is not None and not form.readable:
-        raise ArchError(
-            "TT205", where, f"weights stored as {form.name} cannot be read yet; only "
-            "`trimtab inspect` takes them", hint="use the BF16 or FP8 release of the same model",
-        )
+        raise unreadable(form.name, where)
+
+
+def unreadable(form: str, where: str) -> ArchError:
+    """The error of every verb but `inspect` on a stored form that is only recognised."""
+    rule = f"weights stored as {form} cannot be read yet; only `trimtab inspect` takes them"
+    return ArchError("TT205", where, rule, hint="use the BF16 or FP8 release of the same model")
 
 
 def read_arch(path: str | Path) -> ArchSpec:

@@ -15,12 +15,15 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from trimtab.arch.load import unreadable
 from trimtab.checkpoint.files import FileStore, LocalStore, RemoteStore
+from trimtab.checkpoint.gguf import GGUFSummary, read_gguf
 from trimtab.checkpoint.headers import TensorEntry, read_header
 from trimtab.checkpoint.marker import refuse_incomplete
 from trimtab.errors import ArchError, CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
+GGUF_SUFFIX = ".gguf"
 MAX_JSON_BYTES = 256 * 2**20
 _SAMPLE_BYTES = 4096
 _REMOTE_THREADS = 8
@@ -141,6 +144,21 @@ class Source:
             raise ArchError("TT204", f"{self.where}/{name}", f"must be a JSON object, is {kind}")
         return value
 
+    def gguf_files(self) -> list[str]:
+        """Files of the GGUF format in the directory, which Trimtab only recognises."""
+        return sorted(name for name in self._store.list() or () if name.endswith(GGUF_SUFFIX))
+
+    def summarise_gguf(self, name: str) -> GGUFSummary:
+        """What the header of a GGUF file says.
+
+        Raises:
+            CheckpointError: TT301 if it is damaged, TT307 if it is missing.
+        """
+        size = self._store.size(name)
+        if size is None:
+            raise CheckpointError("TT307", f"{self.where}/{name}", "does not exist")
+        return read_gguf(partial(self._store.read_at, name), size, name)
+
     def _weight_files(self) -> list[str]:
         listed = self._store.list()
         if listed is None:  # plain HTTP has no listing
@@ -166,6 +184,8 @@ class Source:
             files = sorted(set(index.values()))
         else:
             files = [self._only_file] if self._only_file else self._weight_files()
+        if not files and self.gguf_files():
+            raise unreadable("GGUF", self.where)
         if not files:
             raise CheckpointError(
                 "TT307", self.where, "holds no *.safetensors file",
@@ -212,6 +232,7 @@ def open_source(path: str | Path) -> Source:
     Raises:
         CheckpointError: TT307 if nothing is there, TT305 if a writer of ours left it incomplete,
             TT604 if the URL needs a package that is not installed.
+        ArchError: TT205 for a GGUF file.
     """
     text = str(path)
     if "://" in text:
@@ -220,6 +241,8 @@ def open_source(path: str | Path) -> Source:
     if local.is_dir():
         refuse_incomplete(local)
         return Source(LocalStore(local))
+    if local.suffix == GGUF_SUFFIX:
+        raise unreadable("GGUF", text)
     if local.is_file():
         if local.suffix != ".safetensors":
             raise CheckpointError("TT307", text, "must be a directory or a .safetensors file")

@@ -11,6 +11,7 @@ import typer
 from trimtab.arch.load import READERS, load_arch
 from trimtab.arch.presets import preset_config, preset_names
 from trimtab.arch.summary import Summary, summarise
+from trimtab.cli.inspect_gguf import find_gguf, print_gguf
 from trimtab.cli.main import available_verbs
 from trimtab.cli.target import Target, resolve
 from trimtab.errors import ConfigError
@@ -42,6 +43,9 @@ def inspect(
         raise ConfigError(
             "TT108", "trimtab inspect", "needs a TARGET", hint="try `trimtab inspect --list`"
         )
+    if (gguf := find_gguf(target)) is not None:
+        print_gguf(gguf, as_json)
+        return
     found = resolve(target)
     summary = summarise(found.arch)
     if as_json:
@@ -59,6 +63,7 @@ def _as_dict(target: Target, summary: Summary) -> dict[str, Any]:
         **summary.as_dict(),
         "weights": None if weights is None else {
             "files": weights.files, "num_tensors": weights.num_tensors, "bytes": weights.num_bytes,
+            "skipped_tensors": weights.skipped, "compared": weights.is_compared,
         },
         "differences": [] if weights is None else [dict(item) for item in weights.differences],
     }

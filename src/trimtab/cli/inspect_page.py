@@ -213,6 +213,10 @@ def _differences(weights: Weights) -> RenderableType:
     size = format_bytes(weights.num_bytes)
     files = "file" if weights.files == 1 else "files"
     found = f"{weights.num_tensors:,} tensors, {size}, in {weights.files} {files}"
+    if weights.skipped:
+        found += f", of which {weights.skipped:,} are skipped"
+    if not weights.is_compared:
+        return Text.assemble(found, ": ", ("not compared, for want of support", "yellow"))
     if not weights.lines:
         return Text.assemble(found, ": ", ("all as config.json says", "green"))
     count = len(weights.differences)

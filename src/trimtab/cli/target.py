@@ -32,6 +32,8 @@ class Weights:
         num_bytes: their bytes, headers not counted.
         differences: every difference, as plain values for JSON.
         lines: the same in words, whole experts and layers drawn together.
+        skipped: tensors among them that belong to no layer any verb reads.
+        is_compared: False where the stored form is only recognised, so that nothing was compared.
     """
 
     files: int
@@ -39,6 +41,8 @@ class Weights:
     num_bytes: int
     differences: tuple[Mapping[str, str], ...]
     lines: tuple[str, ...]
+    skipped: int = 0
+    is_compared: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +118,19 @@ def _checkpoint(kind: str, text: str) -> Target:
 
 
 def _compare(arch: ArchSpec, source: Source) -> Weights:
-    from trimtab.checkpoint.structure import compare, summarize  # only with weights
+    from trimtab.checkpoint.structure import compare, is_skipped, summarize  # only with weights
 
     entries = source.entries()
-    differences = compare(arch, entries)
+    readable = arch.quantization is None or arch.quantization.readable
+    differences = compare(arch, entries) if readable else []
     return Weights(
         files=len(source.files()),
         num_tensors=len(entries),
         num_bytes=sum(entry.num_bytes for entry in entries.values()),
         differences=tuple(difference.as_dict() for difference in differences),
         lines=tuple(summarize(arch, differences)),
+        skipped=sum(is_skipped(arch, name) for name in entries),
+        is_compared=readable,
     )
 
 

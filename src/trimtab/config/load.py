@@ -178,7 +178,7 @@ def _missing_paths(recipe: Recipe, document: Document) -> Iterator[ConfigError]:
     for group, tasks in (("domain", recipe.evaluate.domain), ("general", recipe.evaluate.general)):
         named += [(("evaluate", group, i, "path"), task.path) for i, task in enumerate(tasks)]
     for key_path, text in named:
-        # `checkpoints/k3` is a hub id only where there is no directory `checkpoints`.
+        # `checkpoints/base` is a hub id only where there is no directory `checkpoints`.
         hub_id = key_path == ("model", "path") and _HUB_ID.fullmatch(text) is not None
         hub_id = hub_id and not Path(text).parent.is_dir()
         if "://" not in text and not Path(text).exists() and not hub_id:

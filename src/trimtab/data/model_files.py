@@ -9,6 +9,7 @@ import json
 import re
 from pathlib import Path
 
+from trimtab.arch.load import unreadable
 from trimtab.errors import DataError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -19,7 +20,10 @@ def read_bytes(model_dir: str | Path, name: str) -> bytes | None:
 
     Raises:
         DataError: TT604 where a package is missing to reach it, TT405 where it cannot be read.
+        ArchError: TT205 where a GGUF file stands for the checkpoint.
     """
+    if str(model_dir).endswith(".gguf"):
+        raise unreadable("GGUF", str(model_dir))
     where = f"{str(model_dir).rstrip('/')}/{name}"
     try:
         return _fetch(str(model_dir), name)

@@ -15,7 +15,7 @@ from trimtab.arch.adapter import (
     resolve_targets,
     target_table,
 )
-from trimtab.arch.load import load_arch
+from trimtab.arch.load import load_arch, require_readable
 from trimtab.arch.params import ParamSpec, inventory
 from trimtab.arch.spec import ArchSpec
 from trimtab.checkpoint.source import open_source
@@ -123,6 +123,7 @@ def plan_run(recipe: Recipe) -> RunPlan:
     """
     source = open_source(recipe.model.path)
     arch = load_arch(source.config(), source.where)
+    require_readable(arch, source.where)
     batch = recipe.finetune.batch
     targets, full, note, vision = _choose(recipe, arch)
     table = target_table(arch, targets, full)

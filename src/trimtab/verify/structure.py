@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from trimtab.arch.load import load_arch
+from trimtab.arch.load import load_arch, require_readable
 from trimtab.checkpoint.source import open_source
 from trimtab.checkpoint.structure import Difference, DifferenceKind, compare, summarize
 from trimtab.verdict import Verdict
@@ -34,10 +34,11 @@ def check_structure(path: str | Path) -> StructureReport:
 
     Raises:
         CheckpointError: the files cannot be read (TT301, TT302, TT305, TT307, TT308).
-        ArchError: config.json is not understood.
+        ArchError: config.json is not understood, or TT205 its stored form is only recognised.
     """
     source = open_source(path)
     arch = load_arch(source.config(), source.where)
+    require_readable(arch, source.where)
     entries = source.entries()
     differences = compare(arch, entries)
     verdicts = []
