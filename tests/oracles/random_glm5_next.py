@@ -27,28 +27,32 @@ Grid = tuple[int, int, int]
 _KDA, _SPARSE = "linear_attention", "deepseek_sparse_attention"
 
 
-def tiny_config(*, experts: int = 8, vocab: int = 100, **fields: Any) -> dict[str, Any]:
+def tiny_config(
+    *, kinds: str = "KSKS", experts: int = 8, vocab: int = 100, **fields: Any
+) -> dict[str, Any]:
     """Return a toy `config.json` of the shape of GLM-5.3-Flash.
 
     Args:
+        kinds: a letter per layer, K for KDA, S for sparse attention, s for sparse attention that
+            reuses the selection of the layer before.
         experts: routed experts per layer.
         vocab: vocabulary size; the special tokens are the last eight ids.
         fields: fields of text_config that replace those of the result.
     """
-    kinds = [_KDA, _SPARSE, _KDA, _SPARSE]
+    types = [_KDA if kind == "K" else _SPARSE for kind in kinds]
     text = {
         **_text_constants(),
         "vocab_size": vocab,
         "pad_token_id": vocab - 1,
         "eos_token_id": [vocab - 2],
-        "layer_types": kinds,
-        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
-        "indexer_types": ["full"] * 4,
-        "num_hidden_layers": 4,
+        "layer_types": types,
+        "mlp_layer_types": ["dense"] + ["sparse"] * (len(kinds) - 1),
+        "indexer_types": ["shared" if kind == "s" else "full" for kind in kinds],
+        "num_hidden_layers": len(kinds),
         "n_routed_experts": experts,
         "linear_attn_config": {
-            "kda_layers": [i for i, kind in enumerate(kinds) if kind == _KDA],
-            "full_attn_layers": [i for i, kind in enumerate(kinds) if kind == _SPARSE],
+            "kda_layers": [i for i, kind in enumerate(types) if kind == _KDA],
+            "full_attn_layers": [i for i, kind in enumerate(types) if kind == _SPARSE],
             "num_heads": 4,
             "head_dim": 16,
             "short_conv_kernel_size": 4,

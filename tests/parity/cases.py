@@ -163,6 +163,7 @@ CASES: dict[str, Callable[[Path, str], Reference]] = {
     "deepseek_v32": lambda f, d: dsa(f, d, "deepseek_v32"),
     "glm_moe_dsa, shared selections": lambda f, d: dsa(f, d, "glm_moe_dsa"),
     "glm5_next": lambda f, d: glm5_next(f, d),
+    "glm5_next, a shared selection": lambda f, d: glm5_next(f, d, kinds="KSsK"),
     "glm5_next, pools of 2, images and videos": lambda f, d: glm5_next(
         f, d, media=True, index_kpool=2
     ),

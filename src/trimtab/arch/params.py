@@ -22,6 +22,7 @@ from trimtab.arch.spec import (
     KDASpec,
     MLASpec,
     MoESpec,
+    PlainResidual,
     VisionSpec,
 )
 
@@ -86,14 +87,14 @@ def _all_params(arch: ArchSpec) -> Iterator[ParamSpec]:
 def mtp_inventory(arch: ArchSpec, *, tables: bool) -> tuple[ParamSpec, ...]:
     """Every parameter of the multi-token prediction layers, which no model has.
 
-    Each is a decoder layer, numbered after the others, whose input is eh_proj of the normed
-    embedding of the next token beside the normed hidden state.
+    Each is a decoder layer with a plain residual, numbered after the others, whose input is eh_proj
+    of the normed embedding of the next token beside the normed hidden state.
 
     Args:
         arch: the model.
         tables: the layers repeat the input table and the head.
     """
-    whole = replace(arch, layers=arch.layers + arch.mtp)
+    whole = replace(arch, layers=arch.layers + arch.mtp, residual=PlainResidual())
     found: list[ParamSpec] = []
     for index in range(arch.num_layers, whole.num_layers):
         make, d, w = _Maker(f"layers.{index}", arch.dtype, index), arch.hidden_size, arch.vocab_size

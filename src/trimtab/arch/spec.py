@@ -364,9 +364,6 @@ class ArchSpec:
         image_token_id: placeholder id that image features replace.
         video_token_id: an id that no prompt may hold: videos use the placeholder of images.
         video_span: ids that open and close a video, whose placeholders lie between them.
-
-
-@dataclass(frozen=True, slots=True)
         quantization: stored form of most matrices; None where they are stored as they are.
         mtp: multi-token prediction layers that follow the others in the files; they are recognised
             and skipped.

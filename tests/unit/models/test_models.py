@@ -67,7 +67,9 @@ def logits(model: CausalLM, ids: Tensor, **fields) -> Tensor:
     return model.logits(model(ids, ForwardContext.packed([len(ids)], **fields)))
 
 
-@pytest.mark.parametrize("preset", ["k3-tiny", "k3.1-tiny", "kimi-linear-tiny", "kimi-k3"])
+@pytest.mark.parametrize("preset", [
+    "k3-tiny", "k3.1-tiny", "kimi-linear-tiny", "kimi-k3", "glm5-next-tiny", "glm-5.3-flash",
+])
 def test_models_have_exactly_the_parameters_of_the_inventory(preset):
     arch = load_arch(preset_config(preset), preset)
     model = build_model(arch, base_dtype="fp32")

@@ -37,9 +37,33 @@ def tiny_config() -> dict[str, Any]:
     return config
 
 
-def write_checkpoint(directory: Path, seed: int = 0) -> Path:
+def tiny_glm5_next() -> dict[str, Any]:
+    """GLM-5.3-Flash at toy size: two KDA and two sparse layers, four experts, a tower."""
+    config = preset_config("glm5-next-tiny")
+    kinds = ["linear_attention", "deepseek_sparse_attention"] * 2
+    text = config["text_config"]
+    text.update(
+        hidden_size=32, num_hidden_layers=4, intermediate_size=32, q_lora_rank=16,
+        kv_lora_rank=32, qk_nope_head_dim=8, qk_head_dim=8, v_head_dim=8, num_attention_heads=2,
+        num_key_value_heads=2, n_routed_experts=4, num_experts_per_tok=2, index_head_dim=8,
+        index_topk=16, layer_types=kinds, indexer_types=["full"] * 4,
+        mlp_layer_types=["dense"] + ["sparse"] * 3,
+    )
+    text["linear_attn_config"].update(
+        kda_layers=[0, 2], full_attn_layers=[1, 3], num_heads=2, head_dim=16
+    )
+    config["vision_config"].update(
+        depth=1, hidden_size=16, intermediate_size=16, out_hidden_size=32,
+        projection_intermediate_size=24,
+    )
+    return config
+
+
+def write_checkpoint(
+    directory: Path, seed: int = 0, config: dict[str, Any] | None = None
+) -> Path:
     """Random weights in the released format, with the demo's tokenizer and template."""
-    config = tiny_config()
+    config = tiny_config() if config is None else config
     base = files("trimtab.demo") / "base"
     names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     extra = {name: (base / name).read_bytes() for name in names}

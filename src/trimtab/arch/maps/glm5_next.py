@@ -32,6 +32,12 @@ _MODULES = (
     Rule("layers.{i}.self_attn.f_{leaf}", _LAYER + "self_attn.forget_gate.f_{leaf}"),
 )
 
-# The release is BF16 with A_log, dt_bias, router bias, base and scale in F32; what transformers
+# The plain release is BF16 with A_log, dt_bias, router bias, base and scale in F32; what transformers
 # saves keeps the convolutions in F32 too, or everything in one dtype.
-WEIGHT_MAP = WeightMap(rules=_RULES, module_rules=_MODULES, float_dtypes=("BF16", "F32"))
+WEIGHT_MAP = WeightMap(
+    rules=_RULES, module_rules=_MODULES, float_dtypes=("BF16", "F32"),
+    never_quantised=tuple(
+        f"{_TEXT}layers.*.{module}"
+        for module in ("self_attn.kv_b_proj", "self_attn.indexer.*", "eh_proj")
+    ),
+)

@@ -17,7 +17,7 @@ from trimtab.arch.quantization import Quantization, StoredPart
 PartsOf = Callable[[ParamSpec, str], tuple[StoredPart, ...]]
 
 _NEVER: frozenset[Owner] = frozenset(
-    {"embedding", "head", "norm", "residual", "router", "vision", "projector"}
+    {"embedding", "head", "kda", "norm", "residual", "router", "vision", "projector"}
 )
 
 

@@ -45,10 +45,6 @@ class Fields:
         """True where the key exists, null or not; it does not count as read."""
         return key in self._values
 
-    def is_list(self, key: str) -> bool:
-        """True where the value is a list; it does not count as read."""
-        return isinstance(self._values.get(key), list)
-
     def integer(self, key: str, *, minimum: int = 1, default: int | None = None) -> int:
         """A whole number of at least `minimum`."""
         value = self._get(key, default)

@@ -10,7 +10,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from trimtab.arch.readers import kimi_text
+from trimtab.arch.readers.deepseek_text import read_moe
 from trimtab.arch.readers.fields import Fields
+from trimtab.arch.readers.glm_moe_dsa import read_schedule
+from trimtab.arch.readers.quantization import read_quantization
 from trimtab.arch.spec import (
     ActivationSpec,
     ArchSpec,
@@ -62,25 +65,27 @@ def read(config: Mapping[str, object], source: str) -> ArchSpec:
     if nested and top.present("vision_config"):
         vision = _read_vision(top.section("vision_config"), hidden)
     start, end = (kimi_text.read_token_id(top, f"video_{w}_token_id") for w in ("start", "end"))
+    layers, mtp = _read_layers(text, eps, dtype)
     arch = ArchSpec(
         family="glm5_next",
         name="GLM-5.3-Flash",
         hidden_size=hidden,
         vocab_size=text.integer("vocab_size"),
-        layers=_read_layers(text, eps, dtype),
+        layers=layers,
         residual=_read_residual(text, eps),
         norm_eps=eps,
         max_position_embeddings=text.integer("max_position_embeddings"),
         dtype=dtype,
         tie_word_embeddings=_read_tied(top, text),
         bos_token_id=kimi_text.read_token_id(text, "bos_token_id"),
-        eos_token_id=_read_eos(text),
+        eos_token_id=text.first_integer("eos_token_id"),
         pad_token_id=kimi_text.read_token_id(text, "pad_token_id"),
         image_token_id=kimi_text.read_token_id(top, "image_token_id"),
         video_token_id=kimi_text.read_token_id(top, "video_token_id"),
         video_span=None if start is None or end is None else (start, end),
         vision=vision,
-        unsupported=kimi_text.read_mtp(text),
+        quantization=read_quantization(top if top.present("quantization_config") else text),
+        mtp=mtp,
     )
     ignored = text.finish(_TEXT_NOISE if nested else _TEXT_NOISE | _TOP_NOISE)
     return replace(arch, ignored=ignored + (top.finish(_TOP_NOISE) if nested else ()))
@@ -104,15 +109,6 @@ def _read_tied(top: Fields, text: Fields) -> bool:
     return tied
 
 
-def _read_eos(text: Fields) -> int | None:
-    """The first of several ids; what ends an answer is the tokenizer's affair."""
-    if not text.present("eos_token_id"):
-        return None
-    if text.is_list("eos_token_id"):
-        return text.integers("eos_token_id")[0]
-    return kimi_text.read_token_id(text, "eos_token_id")
-
-
 def _read_residual(text: Fields, eps: float) -> HyperConnections:
     text.expect("mhc", True, "this family has hyper-connections")
     return HyperConnections(
@@ -123,7 +119,10 @@ def _read_residual(text: Fields, eps: float) -> HyperConnections:
     )
 
 
-def _read_layers(text: Fields, eps: float, dtype: FloatType) -> tuple[LayerSpec, ...]:
+def _read_layers(
+    text: Fields, eps: float, dtype: FloatType
+) -> tuple[tuple[LayerSpec, ...], tuple[LayerSpec, ...]]:
+    """The decoder layers, and those of multi-token prediction."""
     text.choice("hidden_act", ("silu",), default="silu")
     activation = ActivationSpec("swiglu", clamp=text.number("swiglu_limit", positive=True))
     kda, mla = _read_kda(text, eps, dtype), _read_mla(text, eps)
@@ -133,10 +132,12 @@ def _read_layers(text: Fields, eps: float, dtype: FloatType) -> tuple[LayerSpec,
     linear = _read_schedule(text, depth)
     shared = _read_shared(text, linear)
     sparse = kimi_text.moe_layers(text, depth)
-    return tuple(
+    layers = tuple(
         LayerSpec(kda if linear[i] else _sharing(mla, shared[i]), moe if sparse[i] else dense)
         for i in range(depth)
     )
+    count = text.integer("num_nextn_predict_layers", minimum=0, default=0)
+    return layers, (LayerSpec(mla, moe),) * count
 
 
 def _sharing(mla: MLASpec, shared: bool) -> MLASpec:
@@ -162,17 +163,11 @@ def _read_schedule(text: Fields, depth: int) -> tuple[bool, ...]:
 
 def _read_shared(text: Fields, linear: tuple[bool, ...]) -> tuple[bool, ...]:
     """Which layers reuse the selection of an earlier one."""
-    text.expect("index_topk_freq", 1, "a schedule of indexers is given by indexer_types")
-    text.skip("index_skip_topk_offset")  # without effect at frequency 1
-    if not text.present("indexer_types"):
-        return (False,) * len(linear)
-    names = text.words("indexer_types")
-    if len(names) != len(linear) or not set(names) <= {"full", "shared"}:
-        raise text.fail("indexer_types", f"must be {len(linear)} of full, shared")
-    sparse = [name for name, is_linear in zip(names, linear, strict=True) if not is_linear]
+    shares = read_schedule(text, len(linear))
+    sparse = [name for name, is_linear in zip(shares, linear, strict=True) if not is_linear]
     if sparse and sparse[0] == "shared":
         raise text.fail("indexer_types", "the first sparse layer has no selection to share")
-    return tuple(name == "shared" for name in names)
+    return tuple(name == "shared" for name in shares)
 
 
 def _read_kda(text: Fields, eps: float, dtype: FloatType) -> KDASpec:
@@ -236,31 +231,11 @@ def _read_indexer(text: Fields) -> IndexerSpec:
 
 
 def _read_moe(text: Fields, activation: ActivationSpec) -> MoESpec:
-    text.expect("scoring_func", "sigmoid", "the router score is a sigmoid")
-    text.expect("topk_method", "noaux_tc", "selection adds a bias that carries no weight")
     text.expect("moe_router_dtype", "float32", "the router computes in float32")
-    experts, top_k = text.integer("n_routed_experts"), text.integer("num_experts_per_tok")
-    if text.present("num_local_experts") and text.integer("num_local_experts") != experts:
-        raise text.fail("num_local_experts", f"contradicts n_routed_experts ({experts})")
-    width = text.integer("moe_intermediate_size")
-    groups = text.integer("n_group", default=1)
-    kept = text.integer("topk_group", default=1)
-    if top_k > experts:
-        raise text.fail("num_experts_per_tok", f"must be at most n_routed_experts ({experts})")
-    if experts % groups or kept > groups:
-        rule = f"must divide n_routed_experts ({experts}) and be at least topk_group ({kept})"
-        raise text.fail("n_group", rule)
-    return MoESpec(
-        num_experts=experts,
-        top_k=top_k,
-        intermediate_size=width,
-        shared_intermediate_size=text.integer("n_shared_experts", minimum=0) * width,
-        activation=activation,
-        renormalise=text.boolean("norm_topk_prob"),
-        scale=text.number("routed_scaling_factor", positive=True),
-        groups=groups,
-        topk_groups=kept,
-    )
+    experts = text.integer("n_routed_experts")
+    if text.present("num_local_experts"):
+        text.expect("num_local_experts", experts, "it repeats n_routed_experts")
+    return read_moe(text, activation)
 
 
 def _read_vision(vision: Fields, text_hidden: int) -> AxialVisionSpec:

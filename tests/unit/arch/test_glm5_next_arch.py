@@ -18,9 +18,10 @@ from trimtab.arch.summary import summarise
 from trimtab.errors import ArchError
 
 RELEASED = "glm-5.3-flash"
-# Bytes per kind of module of the released BF16 files, from their headers: KDA, mixing weights,
-# routers, tower with merger.
+# Bytes per kind of module of the released FP8 files, from their headers: KDA, mixing weights,
+# routers, tower with merger, latent attention with indexers, routed experts.
 KDA, HYPER, ROUTERS, VISION = 9_366_356_992, 70_788_600, 99_138_816, 1_127_254_016
+SPARSE, EXPERTS = 1_641_091_584, 304_480_124_928
 
 
 def config_of(name: str = "glm5-next-tiny") -> dict[str, Any]:
@@ -61,6 +62,12 @@ def test_the_released_model_has_its_published_sizes() -> None:
     assert stored["residual"] == HYPER
     assert stored["router"] == ROUTERS
     assert stored["vision"] + stored["projector"] == VISION
+    assert stored["mla"] + stored["indexer"] == SPARSE
+    assert stored["routed_expert"] == EXPERTS
+    assert summary.mtp is not None
+    assert summary.mtp.layers == (45,) and summary.mtp.stored_bytes == 7_493_399_168
+    assert summary.num_tensors + summary.mtp.num_tensors == 76_108
+    assert summary.stored_bytes + summary.mtp.stored_bytes == 328_326_771_576
     kinds = Counter(type(layer.mixer) for layer in arch.layers)
     assert kinds == {KDASpec: 34, MLASpec: 11}
     assert [i for i, layer in enumerate(arch.layers) if isinstance(layer.mixer, MLASpec)] == list(
@@ -162,7 +169,7 @@ def test_pools_keep_a_tail_per_sequence() -> None:
         ("text_config", "mhc", False, "hyper-connections"),
         ("text_config", "indexer_types", ["full"] * 3 + ["shared"] * 5, "no selection to share"),
         ("text_config", "first_k_dense_replace", 2, None),
-        ("text_config", "num_experts_per_tok", 65, "at most n_routed_experts"),
+        ("text_config", "num_experts_per_tok", 65, "at most the experts"),
         ("text_config", "scoring_func", "softmax", "sigmoid"),
         ("vision_config", "out_hidden_size", 64, "text model"),
         ("vision_config", "attention_bias", False, "bias"),
