@@ -185,11 +185,11 @@ def _boxes(
     rule, root = processor.rule, processor.limits.root
     sources = message_images(record.messages)
     boxes = []
+    height, width = (side // rule.patch_size for side in rule.token_side)
     for source, image in zip(sources, prompt.images, strict=True):
         _, rows, columns = image.grid
         picture = thumbnail(source.read(root)) if pictures else ""
-        boxes.append(ImageBox(image.width, image.height, rows // rule.merge_height,
-                              columns // rule.merge_width, picture))  # fmt: skip
+        boxes.append(ImageBox(image.width, image.height, rows // height, columns // width, picture))  # fmt: skip
     return boxes
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from trimtab.arch.spec import VisionSpec
+from trimtab.arch.spec import AxialVisionSpec, VisionSpec
 from trimtab.arch.summary import Summary
 from trimtab.demo.promises import Promise
 from trimtab.evaluate.report import EvalReport
@@ -86,7 +86,7 @@ class Outcome:
 
     out: str
     summary: Summary
-    vision: VisionSpec | None
+    vision: VisionSpec | AxialVisionSpec | None
     steps: tuple[Step, ...]
     training: RunResult
     tokens_per_second: float
