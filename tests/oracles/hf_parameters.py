@@ -1,33 +1,36 @@
-"""Count the parameters that transformers gives a config, without memory for them.
+"""Count the elements of transformers models, without memory for them, in a process of its own.
 
-    python hf_parameters.py CONFIG_DIR CLASS
+    python hf_parameters.py CONFIG_JSON...
 
-CLASS is a model class such as Glm5NextForConditionalGeneration. Prints elements of all parameters
-and of the router biases, which transformers keeps as buffers.
+Prints one JSON object: file -> elements of all parameters and saved buffers. Quantised releases
+are counted as their plain models.
 """
 
 import importlib
 import json
 import sys
-from pathlib import Path
 
-for _absent in ("fla", "causal_conv1d", "kernels"):
-    sys.modules[_absent] = None  # type: ignore[assignment]
+import hf_model  # first: it arranges the absence of `fla`
+import torch
+from transformers import AutoConfig
 
-import torch  # noqa: E402
-from transformers import AutoConfig  # noqa: E402
+# The same model under the name of a release that transformers does not know.
+ALIASES = {"kimi_k2": "deepseek_v3"}
 
 
-def main() -> None:
-    """Read the arguments, build on the meta device, print."""
-    folder, name = Path(sys.argv[1]), sys.argv[2]
-    model_type = json.loads((folder / "config.json").read_text())["model_type"]
-    modeling = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+def count(file: str) -> int:
+    """Elements of the model that a config describes."""
+    with open(file) as handle:
+        config = json.load(handle)
+    for key in ("quantization_config", "auto_map"):
+        config.pop(key, None)
+    kind = ALIASES.get(config["model_type"], config["model_type"])
+    modeling = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     with torch.device("meta"):
-        model = getattr(modeling, name)(AutoConfig.from_pretrained(folder))
-    biases = [b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
-    print(sum(t.numel() for t in (*model.parameters(), *biases)))
+        model_class = getattr(modeling, hf_model.CLASSES[kind])
+        model = model_class(AutoConfig.for_model(**(config | {"model_type": kind})))
+    return sum(tensor.numel() for tensor in model.state_dict().values())
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps({file: count(file) for file in sys.argv[1:]}))
