@@ -16,14 +16,12 @@ for _absent in ("fla", "causal_conv1d", "kernels"):
 import torch  # noqa: E402
 from peft import PeftModel  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
-from transformers.models.kimi_linear.modeling_kimi_linear import (  # noqa: E402
-    KimiLinearForCausalLM,
-)
+from transformers import AutoModelForCausalLM  # noqa: E402
 
 
 def main() -> None:
     base, adapter, ids, out = sys.argv[1:5]
-    model = KimiLinearForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         base, dtype=torch.float32, attn_implementation="eager"
     )
     with warnings.catch_warnings():

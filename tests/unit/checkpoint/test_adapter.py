@@ -8,13 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.unit.checkpoint.tiny import k3_config, linear_config, make
+from tests.unit.checkpoint.tiny import dsa_config, k3_config, linear_config, make
 from trimtab.arch.adapter import LoRATarget, resolve_targets
 from trimtab.arch.load import load_arch
 from trimtab.arch.params import inventory
@@ -204,11 +205,22 @@ def test_zero_adapter_keeps_base_logits_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parity
-def test_peft_reads_our_adapter_and_computes_the_same(tmp_path: Path) -> None:
-    config = linear_config()
-    config["dtype"] = config["torch_dtype"] = "float32"
+@pytest.mark.parametrize(
+    ("config", "leaves", "low_rank"),
+    [
+        (linear_config(), ("q_proj", "o_proj", "up_proj", "f_b_proj"), "k_proj"),
+        # Attention only: peft 0.21 takes the names of dense and shared FFNs of this family for
+        # routed experts, however they are written, and refuses the adapter.
+        (dsa_config(), ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"), "kv_b_proj"),
+    ],
+    ids=["linear", "dsa"],
+)
+def test_peft_reads_our_adapter_and_computes_the_same(
+    tmp_path: Path, config: dict[str, Any], leaves: tuple[str, ...], low_rank: str
+) -> None:
+    config = config | {"dtype": "float32", "torch_dtype": "float32"}
     arch = make(tmp_path / "m", config)
-    targets = targets_of(arch, ("q_proj", "o_proj", "up_proj", "f_b_proj"), 4) + targets_of(arch, ("k_proj",), 2)
+    targets = targets_of(arch, leaves, 4) + targets_of(arch, (low_rank,), 2)
     tensors = random_tensors(targets)
     save_adapter(tmp_path / "a", arch, targets, tensors, AdapterMeta(str(tmp_path / "m")))
     sequences = probe_sequences(arch.vocab_size, 1, 30)

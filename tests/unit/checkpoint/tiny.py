@@ -52,6 +52,19 @@ def linear_config() -> dict[str, Any]:
     return config
 
 
+def dsa_config() -> dict[str, Any]:
+    """GLM-5 with two layers, 4 experts, width 64."""
+    config: dict[str, Any] = copy.deepcopy(preset_config("glm-5-tiny"))
+    config.update(
+        hidden_size=64, num_hidden_layers=2, vocab_size=96, intermediate_size=64,
+        num_attention_heads=2, num_key_value_heads=2, q_lora_rank=32, kv_lora_rank=16,
+        n_routed_experts=4, num_experts_per_tok=2, indexer_types=["full", "full"],
+        index_topk_freq=None, mlp_layer_types=["dense", "sparse"],
+        bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )
+    return config
+
+
 def make(dst: Path, config: dict[str, Any] | None = None, seed: int = 3) -> ArchSpec:
     """Write a random checkpoint and return its architecture."""
     config = config or k3_config()
