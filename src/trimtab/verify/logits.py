@@ -45,7 +45,7 @@ def probe_sequences(vocab_size: int, count: int = 3, length: int = 48) -> list[l
 def with_probe_image(arch: ArchSpec, ids: Sequence[int]) -> tuple[list[int], ImageBatch | None]:
     """A sequence with a fixed pseudo-random image of 8 x 8 tokens put before it.
 
-    Placeholders that the sequence holds by chance become another token, since no image fills them.
+    Media tokens that the sequence holds by chance become another token, since nothing fills them.
 
     Raises:
         ValueError: the model takes text only.
@@ -58,8 +58,9 @@ def with_probe_image(arch: ArchSpec, ids: Sequence[int]) -> tuple[list[int], Ima
     shape = (grid[1] * grid[2], 3, vision.patch_size, vision.patch_size)
     patches = 2 * torch.rand(shape, generator=draw) - 1
     rows = range(vision.num_tokens(grid))
-    other = (arch.image_token_id + 1) % arch.vocab_size
-    text = [other if i == arch.image_token_id else i for i in ids]
+    media = {arch.image_token_id, arch.video_token_id, *(arch.video_span or ())}
+    other = next(i for i in range(arch.vocab_size) if i not in media)
+    text = [other if i in media else i for i in ids]
     return [arch.image_token_id] * len(rows) + text, ImageBatch.join([patches], [grid], rows)
 
 
