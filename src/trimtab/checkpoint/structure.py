@@ -96,6 +96,20 @@ def is_skipped(arch: ArchSpec, name: str) -> bool:
     return match is not None and 0 <= int(match[1]) - arch.num_layers < len(arch.mtp)
 
 
+def skipped_note(arch: ArchSpec, entries: Iterable[str]) -> str | None:
+    """One line on tensors of multi-token prediction layers; None where there are none.
+
+    Args:
+        arch: the architecture.
+        entries: names of the checkpoint's tensors.
+    """
+    count = sum(is_skipped(arch, name) for name in entries)
+    if not count:
+        return None
+    layers = _ranges(range(arch.num_layers, arch.num_layers + len(arch.mtp)))
+    return f"layers {layers}: multi-token prediction, {count:,} tensors, skipped"
+
+
 def require_equal(
     arch: ArchSpec, entries: Mapping[str, TensorEntry], where: str, limit: int = 10
 ) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from trimtab.cli.report import byte_progress, print_verdicts
+from trimtab.cli.report import byte_progress, print_note, print_verdicts
 
 app = typer.Typer(add_completion=False)
 
@@ -26,8 +26,13 @@ def merge(
 
     A merge that fails the check is marked unfinished, so that no other command reads it.
     """
+    from trimtab.arch.load import load_arch
+    from trimtab.checkpoint.source import open_source
+    from trimtab.checkpoint.structure import skipped_note
     from trimtab.verify.merged import merge_checked
 
+    source = open_source(base)
+    print_note(skipped_note(load_arch(source.config(), source.where), source.entries()))
     with byte_progress("merging") as progress:
         report = merge_checked(base, adapter, out, dtype=dtype, check=check, progress=progress)
     print_verdicts(

@@ -41,6 +41,12 @@ def print_json(value: object) -> None:
     sys.stdout.write(json.dumps(_finite(value), indent=1) + "\n")
 
 
+def print_note(note: str | None) -> None:
+    """A remark on stderr, if there is one."""
+    if note is not None:
+        typer.echo(f"note: {note}", err=True)
+
+
 def print_verdicts(
     verdicts: Sequence[Verdict],
     as_json: bool,

@@ -10,7 +10,13 @@ from pathlib import Path
 
 from trimtab.arch.load import load_arch, require_readable
 from trimtab.checkpoint.source import open_source
-from trimtab.checkpoint.structure import Difference, DifferenceKind, compare, summarize
+from trimtab.checkpoint.structure import (
+    Difference,
+    DifferenceKind,
+    compare,
+    skipped_note,
+    summarize,
+)
 from trimtab.verdict import Verdict
 
 _NAMES: dict[DifferenceKind, str] = {
@@ -21,7 +27,7 @@ _NAMES: dict[DifferenceKind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class StructureReport:
-    """Verdicts per kind of difference, all differences, and them in few lines."""
+    """Verdicts per kind of difference, all differences, and them and what is skipped in few lines."""
 
     verdicts: list[Verdict]
     differences: list[Difference]
@@ -46,4 +52,8 @@ def check_structure(path: str | Path) -> StructureReport:
         of_kind = [d.name for d in differences if d.kind == kind]
         where = of_kind[0] if of_kind else ""
         verdicts.append(Verdict.at_most(name, len(of_kind), 0, where))
-    return StructureReport(verdicts, differences, summarize(arch, differences), len(entries))
+    lines = summarize(arch, differences)
+    note = skipped_note(arch, entries)
+    if note is not None:
+        lines.append(note)
+    return StructureReport(verdicts, differences, lines, len(entries))

@@ -130,8 +130,14 @@ def test_mtp_layers_are_recognised_reported_and_skipped(
     assert found["weights"]["num_tensors"] == found["num_tensors"] + skipped
     assert any("layer 2" in line for line in found["unsupported"])
     with_mtp = logits(load_model(folder)[0])
+    assert run(["verify", "structure", str(folder)]) == 0
+    line = f"layers 2: multi-token prediction, {skipped} tensors, skipped"
+    assert line in capsys.readouterr().out
     merged = tmp_path / "merged"
-    copy_checkpoint(open_source(folder), merged)
+    assert run(["export", str(folder), "--to", "hf", "--out", str(merged)]) == 0
+    captured = capsys.readouterr()
+    assert f"note: {line}" in captured.err
+    assert f"{found['num_tensors']} tensors written" in captured.out
     written = json.loads((merged / "config.json").read_text())
     assert written["num_nextn_predict_layers"] == 0
     assert not any(".layers.2." in name for name in open_source(merged).entries())
