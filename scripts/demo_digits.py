@@ -30,7 +30,7 @@ TUNE_DIGITS = 2_500
 TUNE_RECORDS = 1_650
 REHEARSAL_RECORDS = 250
 PRETRAIN_RECORDS = 30_000
-# Share of records with one, two, three and four digits; short ones keep the package small.
+# Digits per record, in turn: up to four to read, one or two to name.
 HELD_OUT_LENGTHS = {"read:": (1, 2, 3, 4), "name:": (1, 2)}
 TUNE_LENGTHS = (1, 2, 2)
 REHEARSAL_LENGTHS = (1, 2, 3, 4)
