@@ -1,15 +1,11 @@
 """Units: the one place that knows 1024 from 1000.
 
-Knows: formatting and parsing of bytes, counts and durations. Does not know: anything else.
+Knows: formatting of bytes, counts and durations. Does not know: anything else.
 """
 
 from __future__ import annotations
 
-import re
-
 _BINARY = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
-_SUFFIX = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-           "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -26,22 +22,6 @@ def format_bytes(num_bytes: float) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
         value /= 1024
     raise AssertionError("unreachable: the last unit always returns")
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes from text such as `256MiB` or `2 GB`; a bare number is bytes.
-
-    Raises:
-        ValueError: the text is not a number with a byte unit.
-
-    >>> parse_bytes("256MiB")
-    268435456
-    """
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", text)
-    unit = (match.group(2) or "b").lower() if match else ""
-    if match is None or unit not in _SUFFIX:
-        raise ValueError(f"{text!r} is not a size such as 256MiB")
-    return int(float(match.group(1)) * _SUFFIX[unit])
 
 
 def format_count(count: float) -> str:
