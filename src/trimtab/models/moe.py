@@ -131,12 +131,10 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """[T, D] -> [T, D]."""
         ids, weights = self.router(x, ctx, self.layer)
-        counts = torch.bincount(ids.flatten(), minlength=self.experts.num_experts)
+        counts = self._tokens_per_expert(ids)
         if ctx.stats is not None:
-            real = ids if ctx.valid is None else ids[ctx.valid]
-            ctx.stats(
-                self.layer, torch.bincount(real.flatten(), minlength=self.experts.num_experts)
-            )
+            real = counts if ctx.valid is None else self._tokens_per_expert(ids[ctx.valid])
+            ctx.stats(self.layer, real)
         z = x if self.latent_down is None else self.latent_down(x, ctx)
         m: Tensor = self.experts(z, ids, weights, counts.tolist())
         if self.latent_norm is not None:
@@ -144,3 +142,7 @@ class MoE(nn.Module):
         if self.latent_up is not None:
             m = self.latent_up(m, ctx)
         return m if self.shared_experts is None else m + self.shared_experts(x, ctx)
+
+    def _tokens_per_expert(self, ids: Tensor) -> Tensor:
+        """[E] int64, rows that each expert gets from ids [T, A]."""
+        return torch.bincount(ids.flatten(), minlength=self.experts.num_experts)
