@@ -199,4 +199,7 @@ ERROR_DOCS: dict[str, ErrorDoc] = _docs(
      "Use the checkpoint of this run, or start anew in another directory."),
     ("TT604", "package missing", "An optional package is not installed.",
      "Install the extra that the message names."),
+    ("TT605", "native kernel not available",
+     "A compiled CPU kernel was asked for by name and cannot be built or loaded here.",
+     "Install a C++ compiler (g++), or leave the choice of implementation to Trimtab."),
 )
