@@ -108,6 +108,10 @@ class RunError(TrimtabError, RuntimeError):
     """A run directory or a running job is in a state that forbids what was asked."""
 
 
+class OperatorError(TrimtabError, ValueError):
+    """An operator was called with an argument of a wrong shape, dtype or value."""
+
+
 def _docs(*rows: tuple[str, str, str, str]) -> dict[str, ErrorDoc]:
     return {code: ErrorDoc(code, title, cause, action) for code, title, cause, action in rows}
 
@@ -130,6 +134,9 @@ ERROR_DOCS: dict[str, ErrorDoc] = _docs(
      "Check the path; relative paths start at the current directory."),
     ("TT108", "bad command line", "A flag or argument cannot be understood.",
      "See `trimtab VERB --help`."),
+    ("TT111", "wrong operator argument",
+     "An operator of `trimtab.ops` was called with an argument of a wrong shape, dtype or value.",
+     "Pass what the message asks for; inside a command this is a fault of Trimtab, please report it."),
     # 2xx: architectures
     ("TT201", "unknown model", "config.json has a model_type or preset name that is not supported.",
      "`trimtab inspect --list` names families and presets."),
