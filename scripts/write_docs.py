@@ -56,7 +56,8 @@ def describe_type(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
     if schema["type"] == "object":
         if "additionalProperties" not in schema or not schema["additionalProperties"]:
             return "section"
-        return f"group word to {describe_type(schema['additionalProperties'], definitions)}"
+        key = "name" if "minLength" in schema.get("propertyNames", {}) else "group word"
+        return f"{key} to {describe_type(schema['additionalProperties'], definitions)}"
     return _TYPES[schema["type"]]
 
 

@@ -134,6 +134,9 @@ ERROR_DOCS: dict[str, ErrorDoc] = _docs(
      "Check the path; relative paths start at the current directory."),
     ("TT108", "bad command line", "A flag or argument cannot be understood.",
      "See `trimtab VERB --help`."),
+    ("TT110", "operator cannot run", "A recipe forces an implementation of an operator that does not "
+     "run this device, dtype or shape.",
+     "Leave the operator out of `ops:`; `trimtab doctor ops` says what runs here and why."),
     ("TT111", "wrong operator argument",
      "An operator of `trimtab.ops` was called with an argument of a wrong shape, dtype or value.",
      "Pass what the message asks for; inside a command this is a fault of Trimtab, please report it."),

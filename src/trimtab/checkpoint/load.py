@@ -9,7 +9,7 @@ Memory beside the model itself is one stored tensor (and its block scales) at a 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Literal, Protocol, cast
 
@@ -53,6 +53,7 @@ def load_model(
     compute_dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     vision: bool = True,
+    ops: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> tuple[CausalLM, ArchSpec]:
     """Build the model of a checkpoint and fill it.
@@ -66,6 +67,7 @@ def load_model(
         device: where parameters live.
         vision: load tower and projector where there are any; without them the model takes text
             only, and their tensors are checked but not read.
+        ops: implementations forced per operator, such as {"kda": "reference"}.
         progress: see `Progress`.
 
     Returns:
@@ -82,7 +84,7 @@ def load_model(
         on_cpu = torch.device(device).type == "cpu"
         compute_dtype = torch.float32 if on_cpu else torch.bfloat16
         compute_dtype = torch.float64 if base_dtype == "fp64" else compute_dtype
-    model = build_model(arch, base_dtype=base_dtype, compute_dtype=compute_dtype, vision=vision)
+    model = build_model(arch, base_dtype=base_dtype, compute_dtype=compute_dtype, ops=ops, vision=vision)
     allocate(model, device)
     fill(model, arch, source, packed=base_dtype == "native", progress=progress)
     return model, arch

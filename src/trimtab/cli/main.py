@@ -26,6 +26,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "generate": ("trimtab.cli.generate", "Answer a prompt with base or adapter"),
     "merge": ("trimtab.cli.merge", "Fold an adapter into its base"),
     "export": ("trimtab.cli.export", "Write a checkpoint or adapter for another tool"),
+    "doctor": ("trimtab.cli.doctor", "Why something here is slow, wrong or missing"),
     "demo": ("trimtab.cli.demo", "The whole job on a tiny model, on this machine"),
     "explain": ("trimtab.cli.explain", "What an error code means and what to do"),
     "init": ("trimtab.cli.init", "Write a random checkpoint of a preset"),

@@ -414,6 +414,7 @@ class Recipe(Section):
         parallel: degrees, or the word `auto`.
         evaluate: held-out sets and gate.
         checkpoint: saved states.
+        ops: implementation by operator, to find which one is at fault; `trimtab doctor ops` lists them.
         track: where metrics go; `jsonl` is a file in the output directory.
         output: run directory.
         seed: of data order, adapter initialisation and dropout.
@@ -424,6 +425,7 @@ class Recipe(Section):
     parallel: Annotated[ParallelSection, BeforeValidator(_auto_is_default)] = ParallelSection()
     evaluate: EvaluateSection = EvaluateSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    ops: dict[Word, Word] = Field(default_factory=dict)
     track: tuple[Literal["jsonl"], ...] = ("jsonl",)
     output: Word
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 17

@@ -6,7 +6,7 @@ Knows: recipes, the order of things. Does not know: how scores and bounds are co
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -108,7 +108,8 @@ def held_out_sets(recipe: Recipe) -> list[tuple[Role, TaskSection]]:
 
 
 def load_with_adapter(
-    path: str, adapter: Path | None, *, base_dtype: str, compute_dtype: str, reporter: Reporter
+    path: str, adapter: Path | None, *, base_dtype: str, compute_dtype: str, reporter: Reporter,
+    ops: Mapping[str, str] | None = None,
 ) -> CausalLM:
     """A model with an adapter injected and filled; `models.lora.disabled` gives the base.
 
@@ -118,7 +119,7 @@ def load_with_adapter(
     compute = None if compute_dtype == "auto" else COMPUTE[compute_dtype]
     with reporter.progress("loading weights (%)") as update:
         model, arch = load_model(
-            path, base_dtype=base_dtype, compute_dtype=compute,  # type: ignore[arg-type]
+            path, base_dtype=base_dtype, compute_dtype=compute, ops=ops,  # type: ignore[arg-type]
             progress=lambda done, total: update(100 * done // max(1, total), 100),
         )
     if adapter is not None:
@@ -132,7 +133,7 @@ def _load(recipe: Recipe, adapter: Path | None, say: Reporter) -> _Bench:
     processor = load_image_processor(recipe.model.path, length.data.image)
     model = load_with_adapter(
         recipe.model.path, adapter, base_dtype=length.base_dtype,
-        compute_dtype=length.compute_dtype, reporter=say,
+        compute_dtype=length.compute_dtype, reporter=say, ops=recipe.ops,
     )
     return _Bench(model, tokenizer, processor, adapter is not None, length.data.max_seq_len,
                   length.batch.micro_batch_tokens)

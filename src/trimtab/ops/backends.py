@@ -1,13 +1,14 @@
-"""The operators a model runs, chosen once when it is built.
+"""The operators a model runs, with their implementations, fastest first.
 
-Knows: which implementations exist for each operator. The choice is explicit and passed to the
-modules; there is no global registry.
+Knows: which implementations exist. An `OpTable` is built once and handed to the modules; there is
+no global registry. `trimtab doctor ops` prints what runs here and why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -17,33 +18,63 @@ from trimtab.ops.attention.reference import attention_reference
 from trimtab.ops.kda.chunk import kda_chunk
 from trimtab.ops.kda.layout import ChunkLayout
 from trimtab.ops.kda.reference import kda_reference
+from trimtab.ops.registry import Implementation, OpCase, Operator
 
-KDAOp = Callable[..., tuple[Tensor, Tensor | None]]
-AttentionOp = Callable[
-    [Tensor, Tensor, Tensor, float, PackBorders, Tensor, Tensor | None], Tensor
-]
+KDAResult = tuple[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
 class OpTable:
-    """The implementation of each operator that has more than one.
+    """The operators that have more than one implementation.
 
     Args:
-        kda: `kda_reference` or `kda_chunk`, with the keywords of the latter.
+        kda: the gated delta rule; arguments as `kda_chunk`.
         attention: (q, k, v, scale, borders, cu_seqlens, selected) -> [T, H, V].
-        names: operator -> implementation, for reports.
     """
 
-    kda: KDAOp
-    attention: AttentionOp
-    names: Mapping[str, str]
+    kda: Operator[..., KDAResult]
+    attention: Operator[..., Tensor]
+
+    def operators(self) -> dict[str, Operator[..., Any]]:
+        """Every operator by name."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+
+def build_ops(overrides: Mapping[str, str] | None = None) -> OpTable:
+    """All operators, those in `overrides` held to the implementation named.
+
+    Args:
+        overrides: operator -> implementation, such as {"kda": "reference"}.
+
+    Raises:
+        ConfigError: TT102, an operator or implementation that does not exist.
+    """
+    table = OpTable(_KDA, _ATTENTION)
+    operators = table.operators()
+    forced: dict[str, Any] = {}
+    for op, name in (overrides or {}).items():
+        if op not in operators:
+            known = ", ".join(operators)
+            raise ConfigError("TT102", f"ops.{op}", f"no such operator; there are {known}")
+        forced[op] = operators[op].force(name)
+    return replace(table, **forced)
+
+
+def _kda_case(q: Tensor, k: Tensor, v: Tensor, *args: object, **kwargs: object) -> OpCase:
+    b, t, h, key = k.shape
+    return OpCase(q.device.type, q.dtype, {"B": b, "T": t, "H": h, "K": key, "V": v.shape[-1]})
 
 
 def _kda_reference(
     *args: Tensor, gate_bound: float | None = None, layout: ChunkLayout | None = None, **kwargs: object
-) -> tuple[Tensor, Tensor | None]:
+) -> KDAResult:
     del gate_bound, layout  # what the chunked form needs and the equation does not
     return kda_reference(*args, **kwargs)  # type: ignore[arg-type]  # same signature, forwarded
+
+
+def _attention_case(q: Tensor, k: Tensor, v: Tensor, *args: object, **kwargs: object) -> OpCase:
+    t, h, key = q.shape
+    return OpCase(q.device.type, q.dtype, {"T": t, "H": h, "K": key, "V": v.shape[-1]})
 
 
 def _attention_reference(
@@ -62,27 +93,16 @@ def _attention_blockwise(
     return blockwise_attention(q, k, v, scale, borders, selected)
 
 
-_KDA: Mapping[str, KDAOp] = {"chunk": kda_chunk, "reference": _kda_reference}
-_ATTENTION: Mapping[str, AttentionOp] = {
-    "blockwise": _attention_blockwise, "reference": _attention_reference,
-}
-_IMPLEMENTATIONS: Mapping[str, tuple[str, ...]] = {
-    "kda": tuple(_KDA), "attention": tuple(_ATTENTION),
-}
-
-
-def build_ops(overrides: Mapping[str, str] | None = None) -> OpTable:
-    """The first implementation of each operator, unless `overrides` names another.
-
-    Raises:
-        ConfigError: an operator or implementation that does not exist.
-    """
-    names = {op: found[0] for op, found in _IMPLEMENTATIONS.items()}
-    for op, name in (overrides or {}).items():
-        if op not in names:
-            raise ConfigError("TT102", f"ops.{op}", f"no such operator; there are {', '.join(names)}")
-        if name not in _IMPLEMENTATIONS[op]:
-            known = ", ".join(_IMPLEMENTATIONS[op])
-            raise ConfigError("TT102", f"ops.{op}", f"must be one of {known}", value=name)
-        names[op] = name
-    return OpTable(_KDA[names["kda"]], _ATTENTION[names["attention"]], names)
+_KDA: Operator[..., KDAResult] = Operator(
+    "kda", _kda_case,
+    (Implementation("chunk", kda_chunk), Implementation("reference", _kda_reference)),
+    {"B": 1, "T": 4096, "H": 8, "K": 128, "V": 128},
+)
+_ATTENTION: Operator[..., Tensor] = Operator(
+    "attention", _attention_case,
+    (
+        Implementation("blockwise", _attention_blockwise),
+        Implementation("reference", _attention_reference),
+    ),
+    {"T": 4096, "H": 8, "K": 192, "V": 128},
+)

@@ -202,7 +202,8 @@ def _assemble(
     with say.progress("loading weights (%)") as update:
         model, _ = load_model(
             recipe.model.path, base_dtype=length.base_dtype, compute_dtype=compute,
-            vision=plan.vision, progress=lambda done, total: update(100 * done // max(1, total), 100),
+            vision=plan.vision, ops=recipe.ops,
+            progress=lambda done, total: update(100 * done // max(1, total), 100),
         )
     inject(model, plan.targets, recipe.seed)
     if plan.full:
