@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,47 @@ class Timing:
     def median(self) -> float:
         """Median seconds."""
         return statistics.median(self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One measured figure beside what is expected of it.
+
+    Args:
+        case: what was measured, with its sizes, such as "kda fwd+bwd B1 T4096 H8 K64 V64".
+        quantity: such as "speed over transformers" or "extra memory (MiB)".
+        value: measured.
+        limit: bound the value is held to; None for a figure without one.
+        at_least: the limit is a lower bound, else an upper one.
+        details: further plain values for the row, such as medians of both sides.
+    """
+
+    case: str
+    quantity: str
+    value: float
+    limit: float | None = None
+    at_least: bool = True
+    details: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the value keeps its limit."""
+        if self.limit is None:
+            return True
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
+
+    def as_row(self) -> dict[str, object]:
+        """Plain values for a results file."""
+        return {
+            "case": self.case, "quantity": self.quantity, "value": float(f"{self.value:.4g}"),
+            "limit": self.limit, "at_least": self.at_least, "passed": self.passed, **self.details,
+        }
+
+    def as_line(self) -> str:
+        """One line for people."""
+        bound = "" if self.limit is None else f"{'>=' if self.at_least else '<='} {self.limit:g}"
+        mark = "" if self.limit is None else "ok" if self.passed else "MISSED"
+        return f"{self.case:<52} {self.quantity:<40} {self.value:>10.4g}  {bound:<10} {mark}".rstrip()
 
 
 def interleave(
