@@ -6,10 +6,9 @@ the result computes the same is checked by `verify.merged`.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -33,6 +32,11 @@ from trimtab.checkpoint.codec import (
     decode_part,
     parts,
 )
+from trimtab.checkpoint.companions import (
+    companion_files,
+    config_with_dtype,
+    config_without_mtp,
+)
 from trimtab.checkpoint.load import stored_reader
 from trimtab.checkpoint.save import save_checkpoint
 from trimtab.checkpoint.source import Source, open_source
@@ -40,11 +44,6 @@ from trimtab.checkpoint.structure import require_equal
 from trimtab.errors import AdapterError, ArchError
 
 OutputDtype = Literal["native", "bf16", "fp32"]
-COPIED_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja", "generation_config.json", "preprocessor_config.json",
-    "tiktoken.model", "vocab.json", "merges.txt", "LICENSE",
-)
 _CONFIG_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -86,9 +85,9 @@ def copy_checkpoint(
     written = load_arch(config, source.where)
     if dtype != "native" and written.dtype != {"bf16": "BF16", "fp32": "F32"}[dtype]:
         raise ArchError("TT202", source.where, f"the config of {arch.family} cannot say {dtype}")
-    files = {name: source.read_file(name) for name in COPIED_FILES if source.has_file(name)}
     save_checkpoint(
-        dst, written, config, merged_tensors(source, arch, written, adapter), files,
+        dst, written, config, merged_tensors(source, arch, written, adapter),
+        companion_files(source),
         source_fingerprint=source.fingerprint(), extra=extra, progress=progress,
     )
 
@@ -143,27 +142,6 @@ def merged_tensors(
         return encode(stored)
 
     return tensor_for
-
-
-def config_with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """The config of the same model with plain weights of another dtype (`float32`, ...)."""
-    changed = copy.deepcopy(dict(config))
-    for part in (changed, changed.get("text_config")):
-        if not isinstance(part, dict):
-            continue
-        part.pop("quantization_config", None)
-        key = "torch_dtype" if "torch_dtype" in part else "dtype"
-        part[key] = dtype
-    return changed
-
-
-def config_without_mtp(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the same model without multi-token prediction layers."""
-    changed = copy.deepcopy(dict(config))
-    for part in (changed, changed.get("text_config")):
-        if isinstance(part, dict) and "num_nextn_predict_layers" in part:
-            part["num_nextn_predict_layers"] = 0
-    return changed
 
 
 class _Deltas:

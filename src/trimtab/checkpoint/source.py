@@ -16,10 +16,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trimtab.arch.load import unreadable
-from trimtab.checkpoint.files import FileStore, LocalStore, RemoteStore
+from trimtab.checkpoint.files import FileStore, LocalStore
 from trimtab.checkpoint.gguf import GGUFSummary, read_gguf
 from trimtab.checkpoint.headers import TensorEntry, read_header
 from trimtab.checkpoint.marker import refuse_incomplete
+from trimtab.checkpoint.remote import RemoteStore
 from trimtab.errors import ArchError, CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -100,17 +101,41 @@ class Source:
         Raises:
             CheckpointError: TT302 if there is no such tensor, TT301 if the file ends early.
         """
+        entry = self._entry(name)
+        length = entry.num_bytes - start if length is None else length
+        raw = bytearray(length)
+        self.read_into(name, start, memoryview(raw))
+        return raw
+
+    def read_into(self, name: str, start: int, out: memoryview) -> None:
+        """Fill `out` with the bytes of a tensor from `start` on.
+
+        Raises:
+            CheckpointError: TT302 if there is no such tensor, TT301 if the file ends early or
+                cannot be read.
+        """
+        entry = self._entry(name)
+        if start < 0 or start + len(out) > entry.num_bytes:
+            raise ValueError(f"{name}: range {start}+{len(out)} is outside {entry.num_bytes} bytes")
+        self._read_range(entry, name, start, out)
+
+    def _read_range(self, entry: TensorEntry, name: str, start: int, out: memoryview) -> None:
+        where = f"{self.where}/{entry.file}: {name}"
+        try:
+            count = self._store.read_into(entry.file, entry.begin + start, out)
+        except CheckpointError as error:
+            raise CheckpointError(
+                error.code, where, error.rule, value=error.value, hint=error.hint
+            ) from error
+        if count != len(out):
+            rule = f"expected {len(out)} bytes at {entry.begin + start}, found {count}"
+            raise CheckpointError("TT301", where, rule, hint="copy or download the file again")
+
+    def _entry(self, name: str) -> TensorEntry:
         entry = self.entries().get(name)
         if entry is None:
             raise CheckpointError("TT302", f"{self.where}: {name}", "tensor is in no file")
-        length = entry.num_bytes - start if length is None else length
-        if start < 0 or length < 0 or start + length > entry.num_bytes:
-            raise ValueError(f"{name}: range {start}+{length} is outside {entry.num_bytes} bytes")
-        raw = self._store.read_at(entry.file, entry.begin + start, length)
-        if len(raw) != length:
-            rule = f"expected {length} bytes at {entry.begin + start}, found {len(raw)}"
-            raise CheckpointError("TT301", f"{self.where}/{entry.file}", rule)
-        return raw
+        return entry
 
     def files(self) -> tuple[str, ...]:
         """Names of the weight files in use, sorted."""

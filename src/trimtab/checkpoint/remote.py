@@ -1,0 +1,284 @@
+"""Remote directories behind fsspec URLs: ranges in parallel, again after a failure.
+
+Knows: fsspec, which failures pass, what of a URL is secret. Does not know: what files mean.
+
+A store that answers late or not at all is asked again with growing pauses; a file that is missing
+or forbidden is not. Nothing of a URL that opens a door (user, password, query) reaches a message.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO, Protocol, TypeVar, cast
+from urllib.parse import urlsplit
+
+from trimtab.errors import CheckpointError
+
+MAX_RANGE_BYTES = 8 * 2**20
+ATTEMPTS = 6
+_FIRST_PAUSE = 0.2
+_LONGEST_PAUSE = 8.0
+_THREADS = 8
+_PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+
+Value = TypeVar("Value")
+
+
+class FileSystem(Protocol):
+    """What is used of an fsspec file system."""
+
+    protocol: str | tuple[str, ...]
+
+    def size(self, path: str) -> int | None:
+        """Bytes of a file."""
+
+    def info(self, path: str) -> dict[str, object]:
+        """What the store says of a file."""
+
+    def ls(self, path: str, detail: bool = ...) -> list[dict[str, object]]:
+        """What a directory holds."""
+
+    def cat_file(self, path: str, start: int, end: int) -> bytes:
+        """Bytes of a range."""
+
+    def pipe_file(self, path: str, value: bytes) -> None:
+        """Write a whole file."""
+
+    def rm_file(self, path: str) -> None:
+        """Remove a file."""
+
+    def open(self, path: str, mode: str, block_size: int) -> IO[bytes]:
+        """Open a file for writing."""
+
+    def invalidate_cache(self) -> None:
+        """Forget listings."""
+
+
+def connect(url: str) -> tuple[FileSystem, str]:
+    """The file system of a URL and the path in it.
+
+    `obs://bucket/path` is the S3 interface of Huawei OBS: OBS_ENDPOINT names its endpoint,
+    OBS_ACCESS_KEY_ID and OBS_SECRET_ACCESS_KEY the key, if set.
+
+    Raises:
+        CheckpointError: TT604 if the protocol needs a package that is not installed, TT307 if
+            the URL has a protocol that fsspec does not know.
+    """
+    import fsspec  # type: ignore[import-untyped] # it ships no types
+
+    shown = redact(url)
+    options: dict[str, object] = {}
+    if url.startswith("obs://"):
+        url = "s3://" + url.removeprefix("obs://")
+        options = _obs_options(shown)
+    if url.startswith("s3://"):
+        # Listings that are kept would hide what another host of the same conversion has written.
+        options["use_listings_cache"] = False
+    try:
+        system, path = fsspec.core.url_to_fs(url, **options)
+    except ImportError as error:
+        hint = "pip install 'trimtab[http]' (or [s3], [hub], or the package fsspec names)"
+        raise CheckpointError("TT604", shown, str(error), hint=hint) from error
+    except ValueError as error:
+        raise CheckpointError("TT307", shown, _clean(url, error)) from error
+    return cast(FileSystem, system), str(path)
+
+
+def redact(url: str) -> str:
+    """A URL without what must not be shown: user and password, query.
+
+    >>> redact("https://me:secret@host/dir?X-Signature=abc")
+    'https://***@host/dir?***'
+    """
+    url = re.sub(r"(?<=://)[^/@]*@", "***@", url)
+    return re.sub(r"\?.*", "?***", url)
+
+
+class RemoteStore:
+    """A directory behind an fsspec URL.
+
+    Args:
+        url: any URL that fsspec knows, or `obs://`.
+
+    Raises:
+        CheckpointError: see `connect`.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.root = redact(url)
+        self._url = url
+        self._fs, self._path = connect(url)
+        self._pool: ThreadPoolExecutor | None = None
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file, None if it does not exist.
+
+        Raises:
+            CheckpointError: TT307 if the store does not answer or does not tell the size.
+        """
+        hint = "check the network, the address and the credentials"
+        try:
+            size = self._ask(
+                name, "TT307", "no answer", lambda: self._fs.size(f"{self._path}/{name}"), hint
+            )
+        except FileNotFoundError:
+            return None
+        if size is None:
+            raise CheckpointError("TT307", f"{self.root}/{name}", "the server tells no size")
+        return int(size)
+
+    def list(self) -> list[str] | None:
+        """Names of the files directly inside, None over HTTP, which cannot say."""
+        if "http" in self._fs.protocol:
+            return None
+        try:
+            found = self._ask(
+                "", "TT307", "cannot be listed", lambda: self._fs.ls(self._path, detail=True)
+            )
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return [str(row["name"]).rsplit("/", 1)[-1] for row in found if row["type"] == "file"]
+
+    def state(self, name: str) -> str:
+        """Size and, where the store gives one, tag or time of the last change of a file."""
+        info = self._ask(
+            name, "TT301", "cannot be read", lambda: self._fs.info(f"{self._path}/{name}")
+        )
+        keys = ("size", "ETag", "etag", "LastModified", "mtime", "created")
+        return " ".join(str(info[key]) for key in keys if info.get(key) is not None)
+
+    def read_at(self, name: str, offset: int, length: int) -> bytearray:
+        """Bytes from `offset`, fewer than `length` only at the end of the file.
+
+        Raises:
+            CheckpointError: TT301 if the store fails or ignores the range.
+        """
+        buffer = bytearray(length)
+        view = memoryview(buffer)
+        count = self.read_into(name, offset, view)
+        view.release()
+        del buffer[count:]
+        return buffer
+
+    def read_into(self, name: str, offset: int, out: memoryview) -> int:
+        """Fill `out` from `offset`; returns the bytes read, fewer only at the end of the file.
+
+        Long ranges are asked for in several requests at a time.
+
+        Raises:
+            CheckpointError: TT301 if the store fails or ignores the range.
+        """
+        if len(out) <= MAX_RANGE_BYTES:
+            return self._read_range(name, offset, out)
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(_THREADS)
+        starts = range(0, len(out), MAX_RANGE_BYTES)
+        cuts = [out[start : start + MAX_RANGE_BYTES] for start in starts]
+        offsets = [offset + start for start in starts]
+        done = 0
+        for cut, count in zip(
+            cuts, self._pool.map(self._read_range, [name] * len(cuts), offsets, cuts), strict=True
+        ):
+            done += count
+            if count < len(cut):
+                break
+        return done
+
+    def _read_range(self, name: str, offset: int, out: memoryview) -> int:
+        if not out:
+            return 0
+        path, wanted = f"{self._path}/{name}", len(out)
+
+        def get() -> bytes:
+            raw = self._fs.cat_file(path, start=offset, end=offset + wanted)
+            if len(raw) < wanted and offset + wanted <= (self._fs.size(path) or 0):
+                raise ConnectionError(f"got {len(raw)} of {wanted} bytes")
+            return raw
+
+        try:
+            raw = self._ask(name, "TT301", "range cannot be read", get)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise CheckpointError("TT301", f"{self.root}/{name}", "does not exist") from error
+        if len(raw) > wanted:
+            rule = f"asked for {wanted} bytes, got {len(raw)}; the server must support ranges"
+            raise CheckpointError("TT301", f"{self.root}/{name}", rule)
+        out[: len(raw)] = raw
+        return len(raw)
+
+    def _ask(
+        self, name: str, code: str, rule: str, call: Callable[[], Value], hint: str | None = None
+    ) -> Value:
+        """The value of a call, retried; failures are told without secrets, so without a cause."""
+        try:
+            return retried(call)
+        except (FileNotFoundError, NotADirectoryError):
+            raise
+        except Exception as error:  # noqa: BLE001  # whatever a store raises
+            where = f"{self.root}/{name}" if name else self.root
+            rule = f"{rule}: {_clean(self._url, error)}"
+            raise CheckpointError(code, where, rule, hint=hint) from None
+
+
+def retried(call: Callable[[], Value]) -> Value:
+    """The value of a call, made again after failures that may pass.
+
+    Raises:
+        Exception: the last failure, or the first of a kind that does not pass.
+    """
+    pause = _FIRST_PAUSE
+    for attempt in range(ATTEMPTS):
+        try:
+            return call()
+        except _PERMANENT:
+            raise
+        except Exception as error:
+            if attempt == ATTEMPTS - 1 or not _may_pass(error):
+                raise
+        time.sleep(pause * random.uniform(0.5, 1.0))
+        pause = min(2 * pause, _LONGEST_PAUSE)
+    raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether asking again can help: not after an answer in the 400s, but for 408 and 429."""
+    status = getattr(error, "status", None) or getattr(error, "status_code", None)
+    response = getattr(error, "response", None)
+    if status is None and response is not None:
+        status = getattr(response, "status_code", None)
+    if isinstance(status, int) and 400 <= status < 500:
+        return status in (408, 429)
+    return not isinstance(error, ImportError | TypeError | ValueError | NotImplementedError)
+
+
+def _clean(url: str, error: Exception) -> str:
+    """The text of an error without the secrets of a URL and of signed requests."""
+    text = str(error) or type(error).__name__
+    parts = urlsplit(url)
+    for secret in (parts.query, parts.username, parts.password):
+        if secret:
+            text = text.replace(secret, "***")
+    for name in ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "OBS_SECRET_ACCESS_KEY", "HF_TOKEN"):
+        if os.environ.get(name):
+            text = text.replace(os.environ[name], "***")
+    return re.sub(
+        r"(?i)((?:signature|credential|token|accesskeyid|security)[\w-]*=)[^&\s'\"]+", r"\1***", text
+    )
+
+
+def _obs_options(shown: str) -> dict[str, object]:
+    endpoint = os.environ.get("OBS_ENDPOINT")
+    if not endpoint:
+        raise CheckpointError("TT307", shown, "needs the endpoint of its region in OBS_ENDPOINT",
+                              hint="export OBS_ENDPOINT=https://obs.REGION.myhuaweicloud.com")
+    options: dict[str, object] = {
+        "endpoint_url": endpoint, "config_kwargs": {"s3": {"addressing_style": "virtual"}},
+    }
+    if os.environ.get("OBS_ACCESS_KEY_ID"):
+        options["key"] = os.environ["OBS_ACCESS_KEY_ID"]
+        options["secret"] = os.environ.get("OBS_SECRET_ACCESS_KEY")
+    return options
