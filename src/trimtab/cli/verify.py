@@ -87,3 +87,29 @@ def compare(
     from trimtab.verify.dump import compare_dumps
 
     print_verdicts(compare_dumps(found, reference, limit), as_json)
+
+
+@app.command()
+def curve(
+    model: Annotated[str, typer.Argument(help="directory or URL of a checkpoint")],
+    adapter: Annotated[str, typer.Option(help="PEFT adapter directory to start from")],
+    batches: Annotated[str, typer.Option(help='file {"batches": [[[ids...], ...], ...]}, one a step')],
+    out: Annotated[str, typer.Option(help="new directory")],
+    lr: Annotated[float, typer.Option(help="learning rate", min=0.0)] = 1e-3,
+    dtype: Annotated[
+        Literal["float32", "float64", "bfloat16"], typer.Option(help="compute dtype")
+    ] = "float32",
+    as_json: _Json = False,
+) -> None:
+    """Train one plain AdamW step per batch; write OUT/losses.json and OUT/adapter."""
+    from trimtab.verify.curve import loss_curve, read_batches
+
+    read = read_batches(batches)
+    with byte_progress("loading") as progress:
+        losses = loss_curve(model, adapter, read, out, lr=lr, dtype=dtype, where=batches,
+                            progress=progress)
+    if as_json:
+        print_json({"out": out, "loss": losses, "lr": lr, "dtype": dtype})
+    else:
+        typer.echo(f"{len(losses)} steps, loss {losses[0]:.6f} -> {losses[-1]:.6f}, written to {out}")
+        print_next(f"trimtab generate {model} --adapter {out}/adapter --interactive")
