@@ -1,13 +1,13 @@
-"""LoRA training step: Trimtab beside transformers + peft, in one process, as ratios.
+"""LoRA training steps: Trimtab beside transformers + peft, in one process, as ratios.
 
-    python benchmarks/lora_step.py --out benchmarks/results/lora_step.jsonl
+    python -m benchmarks.lora_step --out benchmarks/results/lora_step_cpu_202612.jsonl
 
-Both sides train a rank-16 adapter on q_proj, k_proj, v_proj, o_proj of the `kimi-linear-tiny`
-preset (same checkpoint, same tokens, float32, AdamW, one thread); Trimtab also trains
-`k3.1-tiny`, a model of the same widths with latent experts, attention residuals and an indexer.
-Before anything is timed the first loss of both sides must agree (the correctness gate). Then the
-sides take turns; the medians and their ratio are printed and written with the peak memory of each
-side in a fresh process of its own.
+Both sides train a rank-16 adapter on the attention projections of the same checkpoint with the same
+tokens, in float32 with AdamW. Before anything is timed, first loss and gradient norm of both sides
+must agree (the correctness gate). Then the sides take turns; memory is that of fresh processes.
+
+Models: `kimi-linear-224m` (8 layers, width 512, 64 experts, 8 active), `glm5-next-tiny`, and for the
+long step `k3.1-tiny`, which transformers does not have.
 
 The peers must not find `fla` on a machine without an accelerator: the import is blocked here.
 """
@@ -15,19 +15,17 @@ The peers must not find `fla` on a machine without an accelerator: the import is
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import platform
-import statistics
-import subprocess
+import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from benchmarks import harness
+from benchmarks.harness import MIB, Result
 from trimtab.arch.adapter import resolve_targets
 from trimtab.arch.load import load_arch
 from trimtab.arch.presets import preset_config
@@ -35,189 +33,217 @@ from trimtab.checkpoint.init import init_checkpoint
 from trimtab.checkpoint.load import load_model
 from trimtab.models.context import ForwardContext
 from trimtab.models.lora import inject, lora_parameters
+from trimtab.models.tape import ChoiceTape
 from trimtab.ops.cross_entropy import chunked_cross_entropy
-from trimtab.train.memory import peak_memory_gib
+from trimtab.train.step import clip_gradients
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 RANK, ALPHA, LR = 16, 32, 1e-4
-GATE = 1e-4  # relative difference of the first loss
-Step = Callable[[], float]
+GATE = 1e-4  # relative difference of first loss and gradient norm
+# (model, sequences, length, layers recomputed in the backward pass)
+CASES = (
+    ("kimi-linear-224m", 1, 1024, False),
+    ("kimi-linear-224m", 4, 1024, True),
+    ("glm5-next-tiny", 4, 1024, True),
+)
+LONG = ("k3.1-tiny", 1, 32768, True)
+Step = Callable[[], tuple[float, float]]
 
 
-def checkpoint(preset: str, folder: Path) -> Path:
-    """A random checkpoint of a preset in the released format."""
-    path = folder / preset
-    config = preset_config(preset)
-    init_checkpoint(load_arch(config, preset), config, path, seed=1)
+def config_of(model: str) -> dict[str, Any]:
+    """config.json of a preset, or of the 224M-parameter Kimi Linear."""
+    if model != "kimi-linear-224m":
+        return preset_config(model)
+    config = preset_config("kimi-linear-tiny")
+    config.update(
+        vocab_size=32768, hidden_size=512, intermediate_size=1024, num_attention_heads=8,
+        num_key_value_heads=8, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32,
+        v_head_dim=64, moe_intermediate_size=256, num_shared_experts=1,
+    )
+    config["linear_attn_config"] = {**config["linear_attn_config"], "num_heads": 8, "head_dim": 64}
+    return config
+
+
+def checkpoint(model: str, folder: str) -> Path:
+    """A random checkpoint in the released format, made once per folder."""
+    path = Path(folder) / model
+    if not path.exists():
+        config = config_of(model)
+        init_checkpoint(load_arch(config, model), config, path, seed=1)
     return path
 
 
 def tokens(sequences: int, length: int) -> torch.Tensor:
-    """[sequences, length] ids."""
+    """[sequences, length] ids that every preset has."""
     generator = torch.Generator().manual_seed(7)
     return torch.randint(0, 256, (sequences, length), generator=generator)
 
 
-def trimtab_step(path: Path, ids: torch.Tensor) -> Step:
-    """One step of ours; returns the mean token loss."""
-    model, arch = load_model(path, base_dtype="fp32", compute_dtype=torch.float32)
+def trimtab_step(folder: str, model_name: str, sequences: int, length: int, recompute: bool) -> Step:
+    """One step of ours; returns mean token loss and gradient norm."""
+    model, arch = load_model(
+        checkpoint(model_name, folder), base_dtype="fp32", compute_dtype=torch.float32, vision=False
+    )
     targets = resolve_targets(arch, target_modules=TARGETS, rank=RANK, alpha=ALPHA, dropout=0.0)
     inject(model, targets, seed=1)
-    optimizer = torch.optim.AdamW(lora_parameters(model).values(), lr=LR, weight_decay=0.0)
-    lengths = [ids.shape[1]] * ids.shape[0]
-    flat = ids.flatten()
-    keep = torch.ones_like(ids, dtype=torch.bool)
+    parameters = list(lora_parameters(model).values())
+    _same_start(parameters)
+    optimizer = torch.optim.AdamW(parameters, lr=LR, weight_decay=0.0)
+    ids = tokens(sequences, length)
+    flat, keep = ids.flatten(), torch.ones_like(ids, dtype=torch.bool)
     keep[:, -1] = False
     rows = keep.flatten().nonzero().squeeze(1)
 
-    def step() -> float:
+    def step() -> tuple[float, float]:
         optimizer.zero_grad(set_to_none=True)
-        hidden = model(flat, ForwardContext.packed(lengths))
+        context = ForwardContext.packed(
+            [length] * sequences, tape=ChoiceTape() if recompute else None, recompute=recompute
+        )
+        hidden = model(flat, context)
         loss = chunked_cross_entropy(hidden[rows], model.head_weight, flat[rows + 1]) / len(rows)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        norm = clip_gradients(parameters, None)
         optimizer.step()
-        return loss.item()
+        return loss.item(), norm
 
     return step
 
 
-def peer_step(path: Path, ids: torch.Tensor) -> Step:
-    """One step of transformers + peft; returns the mean token loss."""
+def peer_step(folder: str, model_name: str, sequences: int, length: int, recompute: bool) -> Step:
+    """One step of transformers + peft; returns mean token loss and gradient norm."""
     for name in ("fla", "causal_conv1d", "kernels"):
         sys.modules[name] = None  # type: ignore[assignment]
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    base = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, trust_remote_code=False
-    )
-    config = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=TARGETS)
+    path = checkpoint(model_name, folder)
+    auto = AutoModelForImageTextToText if "glm5" in model_name else AutoModelForCausalLM
+    base = auto.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
+    # Tower and projector have projections of the same names; ours adapts the language model only.
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=TARGETS,
+                        exclude_modules=r".*visual.*")
     model = get_peft_model(base, config)
     model.train()
+    if recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
     trained = [p for p in model.parameters() if p.requires_grad]
+    _same_start(trained)
     optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=0.0)
+    ids = tokens(sequences, length)
 
-    def step() -> float:
+    def step() -> tuple[float, float]:
         optimizer.zero_grad(set_to_none=True)
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
+        norm = clip_gradients(trained, None)
         optimizer.step()
-        return loss.item()
+        return loss.item(), norm
 
     return step
 
 
-def timed(step: Step) -> float:
-    """Wall seconds of one step."""
-    begin = time.perf_counter()
-    step()
-    return time.perf_counter() - begin
+@torch.no_grad()
+def _same_start(parameters: list[torch.nn.Parameter]) -> None:
+    """Adapters that both sides begin with: values by place only, B not zero, so that all gradients count."""
+    for parameter in parameters:
+        rows, width = parameter.shape
+        grid = torch.arange(rows).unsqueeze(1) * 7 + torch.arange(width) * 3
+        parameter.copy_(torch.sin(grid.to(parameter.dtype)) * 0.01)
 
 
-def peak_gib(side: str, sequences: int, length: int) -> float:
-    """Peak resident memory of a fresh process that runs two steps of one side."""
-    command = [sys.executable, __file__, "--memory-of", side, "--shape", f"{sequences}x{length}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return float(done.stdout.split()[-1])
-
-
-def sides(folder: Path, ids: torch.Tensor, only: str | None = None) -> dict[str, Step]:
-    """The steps to compare, by name."""
-    makers: dict[str, Callable[[], Step]] = {
-        "transformers+peft kimi-linear-tiny": lambda: peer_step(
-            checkpoint("kimi-linear-tiny", folder), ids
-        ),
-        "trimtab kimi-linear-tiny": lambda: trimtab_step(
-            checkpoint("kimi-linear-tiny", folder / "ours"), ids
-        ),
-        "trimtab k3.1-tiny": lambda: trimtab_step(checkpoint("k3.1-tiny", folder), ids),
+def compare(folder: str, case: tuple[str, int, int, bool], runs: int, peer_runs: int) -> list[Result]:
+    """Results of one model and batch."""
+    model, sequences, length, recompute = case
+    label = f"{model} {sequences}x{length}" + (", layers recomputed" if recompute else "")
+    ours, peer = (make(folder, *case) for make in (trimtab_step, peer_step))
+    (loss, norm), (peer_loss, peer_norm) = ours(), peer()
+    gap = max(abs(loss / peer_loss - 1), abs(norm / peer_norm - 1))
+    if not gap <= GATE:
+        raise SystemExit(
+            f"correctness gate: {label}: loss {loss} and {peer_loss}, norm {norm} and {peer_norm}"
+        )
+    peer_times = harness.interleave({"peer": peer}, peer_runs, warmup=0)["peer"]
+    times = harness.interleave({"ours": ours}, runs, warmup=0)["ours"]
+    flops, floor = flop_floor(ours)
+    shares = op_shares(ours)
+    del ours, peer
+    memory = harness.peak_extra_bytes(trimtab_step, folder, *case)
+    peer_memory = harness.peak_extra_bytes(peer_step, folder, *case)
+    details = {
+        "step_s": round(times.median, 4), "peer_step_s": round(peer_times.median, 4),
+        "tokens_per_second": round(sequences * length / times.median, 1), "runs": runs,
+        "peer_runs": peer_runs, "loss": loss, "peer_loss": peer_loss, "grad_norm": norm,
+        "peer_grad_norm": peer_norm, "memory_mib": round(memory / MIB), "gflop": round(flops / 1e9, 1),
+        "peer_memory_mib": round(peer_memory / MIB), "op_shares": shares,
     }
-    (folder / "ours").mkdir(exist_ok=True)
-    return {name: make() for name, make in makers.items() if only in (None, name)}
+    goal = 5.0 if recompute else None
+    return [
+        Result(label, "tokens/s over transformers + peft", peer_times.median / times.median, goal,
+               details=details),
+        Result(label, "extra memory over theirs", memory / peer_memory, 0.6 if recompute else None,
+               at_least=False),
+        Result(label, "floor of its operations / time", floor / times.median,
+               0.5 if model == "kimi-linear-224m" else None),
+    ]
 
 
-def compare(shape: tuple[int, int], runs: int) -> list[dict[str, object]]:
-    """Rows of one batch shape."""
-    ids = tokens(*shape)
-    with tempfile.TemporaryDirectory() as folder:
-        steps = sides(Path(folder), ids)
-        peer, ours, _ = steps
-        losses = {name: step() for name, step in steps.items()}
-        gap = abs(losses[ours] - losses[peer]) / losses[peer]
-        if not gap <= GATE:
-            raise SystemExit(f"correctness gate: first losses differ by {gap:.1e}: {losses}")
-        times: dict[str, list[float]] = {name: [] for name in steps}
-        for _ in range(runs):
-            for name, step in steps.items():
-                times[name].append(timed(step))
-    rows = []
-    for name, seconds in times.items():
-        ratios = [p / s for p, s in zip(times[peer], seconds, strict=True)]
-        rows.append({
-            "side": name, "sequences": shape[0], "length": shape[1], "runs": runs,
-            "step_s_median": round(statistics.median(seconds), 4),
-            "tokens_per_second": round(ids.numel() / statistics.median(seconds), 1),
-            "speed_ratio_median": round(statistics.median(ratios), 2),
-            "speed_ratio_min": round(min(ratios), 2),
-            "peak_memory_gib": round(peak_gib(name, *shape), 3),
-            "first_loss": losses[name],
-        })
-    return rows
+def flop_floor(step: Step) -> tuple[int, float]:
+    """Operations of one step, and the seconds they take at this machine's matrix product rate."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        step()
+    flops = counter.get_total_flops()
+    return flops, flops / harness.sgemm_rate()
 
 
-def machine() -> dict[str, str]:
-    """What the numbers depend on."""
-    import peft
-    import transformers
+def op_shares(step: Step, top: int = 8) -> dict[str, float]:
+    """Share of the step's own CPU time by operator, the largest first."""
+    from torch.profiler import ProfilerActivity, profile
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return {
-        "date": datetime.date.today().isoformat(), "machine": platform.machine(),
-        "cpu": cpu_name(), "torch": torch.__version__, "transformers": transformers.__version__,
-        "peft": peft.__version__, "commit": commit.stdout.strip(), "threads": "1",
-    }
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step()
+    events = sorted(profiler.key_averages(), key=lambda e: -e.self_cpu_time_total)
+    total = sum(event.self_cpu_time_total for event in events)
+    return {event.key: round(event.self_cpu_time_total / total, 3) for event in events[:top]}
 
 
-def cpu_name() -> str:
-    """Model name where the system tells it."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor()
+def long_step(folder: str) -> list[Result]:
+    """A step over one sequence of 32,768 tokens."""
+    model, sequences, length, recompute = LONG
+    memory = harness.peak_extra_bytes(trimtab_step, folder, *LONG)
+    label = f"{model} {sequences}x{length}, layers recomputed"
+    return [Result(label, "extra memory (GiB)", memory / 2**30, 4.0, at_least=False,
+                   details={"recompute": recompute})]
 
 
-def main() -> None:
-    """Parse the command line."""
+def main() -> int:
+    """Parse the command line; 1 where a limit is missed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--shapes", nargs="+", default=["1x1024", "8x128"])
-    parser.add_argument("--memory-of")
-    parser.add_argument("--shape", default="1x1024")
+    parser.add_argument("--out", type=Path, help="JSON lines file that rows are added to")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--peer-runs", type=int, default=1, help="theirs take minutes")
+    parser.add_argument("--cases", nargs="+", type=int, default=list(range(len(CASES))))
+    parser.add_argument("--long", action="store_true", help="also the step of 32,768 tokens")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.memory_of:
-        sequences, length = map(int, args.shape.split("x"))
-        with tempfile.TemporaryDirectory() as folder:
-            (step,) = sides(Path(folder), tokens(sequences, length), args.memory_of).values()
-            step()
-            step()
-        print(peak_memory_gib())
-        return
-    about = machine()
-    for text in args.shapes:
-        sequences, length = map(int, text.split("x"))
-        for row in compare((sequences, length), args.runs):
-            line = json.dumps({**row, **about})
-            print(line)
+    folder = tempfile.mkdtemp(prefix="trimtab-lora-step-")
+    missed = 0
+    try:
+        for work in [lambda c=CASES[i]: compare(folder, c, args.runs, args.peer_runs) for i in args.cases] + (
+            [lambda: long_step(folder)] if args.long else []
+        ):
+            results = work()
+            for result in results:
+                print(result.as_line(), flush=True)
+                missed += not result.passed
             if args.out:
-                with args.out.open("a") as file:
-                    file.write(line + "\n")
+                harness.append_rows(args.out, "lora_step", [result.as_row() for result in results])
+    finally:
+        shutil.rmtree(folder)
+    return int(missed > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
