@@ -107,6 +107,7 @@ class TargetRow:
         available: modules of this name and kind in the model.
         num_parameters: adapter elements.
         num_bytes: adapter bytes in float32.
+        owner: kind of module.
     """
 
     leaf: str
@@ -115,6 +116,7 @@ class TargetRow:
     available: int
     num_parameters: int
     num_bytes: int
+    owner: Owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,7 @@ def branch_of(owner: Owner) -> str:
     for word, owners in GROUPS.items():
         if owners == (owner,):
             return word
-    return owner
+    return "routed_experts" if owner == "routed_expert" else owner
 
 
 def resolve_targets(
@@ -227,11 +229,11 @@ def target_table(
     for (leaf, kind), members in grouped.items():
         total = sum(t.num_parameters for t in members)
         rows.append(TargetRow(leaf, kind, len(members), available[(leaf, kind)], total,
-                              total * _MASTER_BYTES))
+                              total * _MASTER_BYTES, members[0].owner))
     if full:
         total = sum(p.numel for p in full)
         rows.append(TargetRow("projector", "full", len(full), len(full), total,
-                              total * _MASTER_BYTES))
+                              total * _MASTER_BYTES, "projector"))
     return TargetTable(tuple(rows), tuple(_coverage(available, grouped)))
 
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trimtab.config.data import DataSection
 from trimtab.config.load import load_recipe
-from trimtab.config.recipe import DataSection, Recipe
+from trimtab.config.recipe import Recipe
 from trimtab.data.preview import (
     PackSummary,
     Run,

@@ -171,6 +171,8 @@ def _missing_paths(recipe: Recipe, document: Document) -> Iterator[ConfigError]:
     named: list[tuple[KeyPath, str]] = [
         (("model", "path"), recipe.model.path),
     ]
+    if recipe.finetune.lora.init_from is not None:
+        named.append((("finetune", "lora", "init_from"), recipe.finetune.lora.init_from))
     for name, source in (("domain", data.domain), ("general", data.general)):
         paths = () if source is None else source.path
         key: KeyPath = ("finetune", "data", name, "path")

@@ -8,32 +8,17 @@ file and line. A rule that a type cannot express is raised through `fields.fault
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from trimtab.config.data import DataSection
 from trimtab.config.evaluation import EvaluateSection
-from trimtab.config.fields import (
-    Positive,
-    PositiveInt,
-    Section,
-    Share,
-    Word,
-    fault,
-    no_bool,
-    not_yet,
-)
+from trimtab.config.fields import Positive, PositiveInt, Section, Word, fault, not_yet
+from trimtab.config.lora import LoRASection, OptimizerSection
 
-Branch = Literal[
-    "attention", "linear_attention", "sparse_attention", "dense_ffn", "shared_experts", "latent",
-    "projector",
-]  # fmt: skip
 BaseDtype = Literal["native", "bf16", "fp32"]
 ComputeDtype = Literal["auto", "bf16", "fp32", "fp64"]
-Scheduler = Literal["cosine", "linear", "constant"]
-Overlong = Literal["truncate", "skip", "error"]
-Role = Literal["domain", "general"]
 
 
 class ModelSection(Section):
@@ -46,56 +31,6 @@ class ModelSection(Section):
 
     path: Word
     revision: Word | None = None
-
-
-class LoRASection(Section):
-    """The adapter: update = scaling * B A x with A [rank, in] and B [out, rank].
-
-    Attributes:
-        rank: r.
-        alpha: scaling numerator; the factor is alpha / rank, or alpha / sqrt(rank) for rslora.
-        dropout: probability of dropping an input feature of A.
-        target_modules: module names, shell patterns, `re:` expressions or group words.
-        experts: adapters on routed experts; only `none` so far.
-        scaling: `standard` or `rslora`.
-    """
-
-    rank: Annotated[int, Field(strict=True, ge=1, le=4096)] = 32
-    alpha: Positive = 64.0
-    dropout: Annotated[float, BeforeValidator(no_bool), Field(ge=0, lt=1)] = 0.05
-    target_modules: Annotated[tuple[Word, ...], Field(min_length=1)] = (
-        "q_proj", "k_proj", "v_proj", "o_proj",
-    )  # fmt: skip
-    experts: Literal["none", "per_expert", "shared_outer"] = "none"
-    scaling: Literal["standard", "rslora"] = "standard"
-
-    @field_validator("experts")
-    @classmethod
-    def _experts(cls, value: str) -> str:
-        not_yet("", value, "none")
-        return value
-
-
-class OptimizerSection(Section):
-    """AdamW and its schedule.
-
-    Attributes:
-        lr: peak learning rate.
-        lr_by_branch: group word to learning rate, in place of `lr`.
-        scheduler: curve after the warm-up, down to zero (constant: not at all).
-        warmup_ratio: share of the steps with a linear rise.
-        weight_decay: decoupled weight decay.
-        max_grad_norm: global gradient norm above which gradients are scaled down.
-        lora_b_lr_ratio: learning rate of B over that of A.
-    """
-
-    lr: Positive = 1e-4
-    lr_by_branch: dict[Branch, Positive] = Field(default_factory=dict)
-    scheduler: Scheduler = "cosine"
-    warmup_ratio: Share = 0.03
-    weight_decay: Annotated[float, BeforeValidator(no_bool), Field(ge=0, allow_inf_nan=False)] = 0.0
-    max_grad_norm: Positive = 1.0
-    lora_b_lr_ratio: Positive = 1.0
 
 
 class VisionSection(Section):
@@ -142,154 +77,6 @@ class BatchSection(Section):
     def accumulation(self) -> int:
         """Micro-batches per optimizer step."""
         return self.tokens_per_step // self.micro_batch_tokens
-
-
-def _as_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
-@dataclass(frozen=True, slots=True)
-class SourceFile:
-    """One file of training records.
-
-    Args:
-        name: what reports call it: its role, with a number where the role has several files.
-        role: `domain` or `general`.
-        path: as the recipe has it.
-        share: of all tokens, before packing.
-    """
-
-    name: str
-    role: Role
-    path: str
-    share: float
-
-
-class SourceSection(Section):
-    """JSONL or Parquet files of records with `messages`, `prompt` and `completion`, or `text`.
-
-    Attributes:
-        path: the file, or a list of files that are mixed.
-        weights: share of the tokens of each file, in the order of `path`, of any sum; equal
-            where left out.
-    """
-
-    path: Annotated[
-        tuple[Word, ...],
-        BeforeValidator(_as_list, json_schema_input_type=Word | tuple[Word, ...]),
-        Field(min_length=1),
-    ]
-    weights: tuple[Positive, ...] | None = None
-
-    @model_validator(mode="after")
-    def _one_weight_each(self) -> SourceSection:
-        if self.weights is not None and len(self.weights) != len(self.path):
-            raise fault("TT105", "weights", f"has {len(self.weights)} numbers for "
-                        f"{len(self.path)} {'file' if len(self.path) == 1 else 'files'} in `path`")
-        return self
-
-    @field_serializer("path")
-    def _one_as_text(self, path: tuple[str, ...]) -> str | list[str]:
-        return path[0] if len(path) == 1 else list(path)
-
-    @property
-    def shares(self) -> tuple[float, ...]:
-        """Share of the source's tokens of each file; they add to 1."""
-        weights = self.weights or (1.0,) * len(self.path)
-        return tuple(weight / sum(weights) for weight in weights)
-
-
-class ImageSection(Section):
-    """Images in records.
-
-    Attributes:
-        max_tokens: most tokens of one image; none beside the model's own limit if left out.
-        on_too_long: an image with more is made smaller, its record left out, or an error.
-        root: directory that paths of images start at and must stay in; by default that of the
-            data file.
-    """
-
-    max_tokens: PositiveInt | None = None
-    on_too_long: Literal["resize", "skip", "error"] = "error"
-    root: Word | None = None
-
-
-class DataSection(Section):
-    """What is trained on.
-
-    Attributes:
-        domain: records of the new task.
-        general: records that keep general ability; may be left out with domain_ratio 1.
-        domain_ratio: share of the tokens, before packing, that come from `domain`; 1 without
-            `general`.
-        general_ratio: the rest; a ratio left out is filled in.
-        max_seq_len: length of every pack and longest record, in tokens.
-        packing: several records share a pack; otherwise each is padded alone.
-        overlong: what happens to a record longer than max_seq_len.
-        on_error: `skip` drops (and counts) unreadable records instead of stopping.
-        image: images in records.
-    """
-
-    domain: SourceSection
-    general: SourceSection | None = None
-    domain_ratio: Share = 0.8
-    general_ratio: Share = 0.2
-    max_seq_len: Annotated[int, Field(strict=True, ge=2)] = 1024
-    packing: bool = True
-    overlong: Overlong = "truncate"
-    on_error: Literal["error", "skip"] = "error"
-    image: ImageSection = ImageSection()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _complement(cls, data: object) -> object:
-        """A ratio left out is what the given one leaves; without `general`, all is domain."""
-        if not isinstance(data, dict):
-            return data
-        given = {k for k in ("domain_ratio", "general_ratio") if k in data}
-        if not given and data.get("general") is None:
-            return {**data, "domain_ratio": 1.0, "general_ratio": 0.0}
-        if len(given) == 1:
-            key = given.pop()
-            other = "general_ratio" if key == "domain_ratio" else "domain_ratio"
-            try:
-                rest = round(1.0 - float(data[key]), 12)
-            except (TypeError, ValueError):
-                rest = -1.0
-            # A value out of range is left to the field's own check.
-            return {**data, other: rest if 0 <= rest <= 1 else 0.0}
-        return data
-
-    @property
-    def files(self) -> tuple[SourceFile, ...]:
-        """All files, those of `domain` first."""
-        sources: list[tuple[Role, SourceSection, float]]
-        sources = [("domain", self.domain, self.domain_ratio)]
-        if self.general is not None:
-            sources.append(("general", self.general, self.general_ratio))
-        return tuple(
-            SourceFile(role if len(source.path) == 1 else f"{role}[{index}]", role, path,
-                       ratio * share)
-            for role, source, ratio in sources
-            for index, (path, share) in enumerate(zip(source.path, source.shares, strict=True))
-        )
-
-    @model_validator(mode="after")
-    def _ratios(self) -> DataSection:
-        total = self.domain_ratio + self.general_ratio
-        if abs(total - 1.0) > 1e-6:
-            raise fault(
-                "TT105", "general_ratio",
-                f"domain_ratio {self.domain_ratio:g} and general_ratio {self.general_ratio:g} "
-                f"add to {total:g}; they must add to 1",
-                "leave one of the two out and it is filled in",
-            )  # fmt: skip
-        if self.general is None and self.general_ratio > 0:
-            raise fault(
-                "TT105", "general_ratio", "is above 0 but `general` names no file",
-                "add `general: {path: ...}` or set domain_ratio to 1",
-            )  # fmt: skip
-        return self
 
 
 class FinetuneSection(Section):

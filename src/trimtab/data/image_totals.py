@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from trimtab.config.recipe import DataSection
+from trimtab.config.data import DataSection
 from trimtab.data.encode import encode_record
 from trimtab.data.image_source import message_images
 from trimtab.data.prompt import ImageProcessor, may_leave_out

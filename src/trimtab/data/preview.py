@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from trimtab.config.recipe import DataSection
+from trimtab.config.data import DataSection
 from trimtab.data.encode import Encoded, encode_record
 from trimtab.data.image_source import message_images, thumbnail
 from trimtab.data.packing import Pack

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from trimtab.config.recipe import DataSection
+from trimtab.config.data import DataSection
 from trimtab.data.preview import PackSummary, Run, SourceSummary
 from trimtab.report.charts import Bar, bar_chart
 from trimtab.report.page import render

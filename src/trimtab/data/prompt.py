@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trimtab.arch.load import load_arch
 from trimtab.arch.spec import VisionSpec
-from trimtab.config.recipe import DataSection, ImageSection
+from trimtab.config.data import DataSection, ImageSection
 from trimtab.data.chat import Message
 from trimtab.data.image_budget import read_budget_rule
 from trimtab.data.image_source import SOURCE, ImageSource, image_sources, message_images

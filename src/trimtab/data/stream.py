@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 
-from trimtab.config.recipe import DataSection
+from trimtab.config.data import DataSection
 from trimtab.data.encode import Encoded, encode_record
 from trimtab.data.mixture import Mixture, RecordRef
 from trimtab.data.packing import Pack, RowFiller, build_pack

@@ -17,7 +17,6 @@ from torch.nn import Parameter
 
 from trimtab.arch.spec import ArchSpec
 from trimtab.checkpoint.adapter import load_adapter
-from trimtab.errors import AdapterError
 from trimtab.models.context import ForwardContext
 from trimtab.models.decoder import CausalLM
 from trimtab.models.full import Trainable, full_modules
@@ -34,33 +33,6 @@ MERGE_LIMIT: dict[torch.dtype, float] = {
     torch.bfloat16: 5e-2,
 }
 """Largest logit difference over the largest logit, by compute dtype, routing held fixed."""
-
-
-def check_gradients(parameters: Mapping[str, Parameter], *, saw_images: bool) -> list[str]:
-    """After the first backward pass every lora_B has moved off zero gradient.
-
-    Args:
-        parameters: all trainable tensors by name.
-        saw_images: False excuses the projector.
-
-    Returns:
-        Tensors of a projector that no image has reached yet.
-
-    Raises:
-        AdapterError: TT504, naming the first silent tensors.
-    """
-    silent = [
-        name for name, p in parameters.items()
-        if not name.endswith(".lora.A") and (p.grad is None or not bool(p.grad.any()))
-    ]
-    waiting = [name for name in silent if name.startswith("projector.") and not saw_images]
-    silent = [name for name in silent if name not in waiting]
-    if silent:
-        raise AdapterError(
-            "TT504", silent[0], f"{len(silent)} adapters got no gradient in the first step: "
-            f"{', '.join(silent[:5])}",
-        )
-    return waiting
 
 
 def check_adapter_file(

@@ -14,6 +14,7 @@ FREE_KEYS = frozenset({
     "cluster", "devices", "parallel", "ops", "evaluate", "validate", "checkpoint", "track",
     "output", "finetune.steps", "finetune.epochs", "finetune.recompute", "finetune.on_nan",
     "finetune.base_residency", "finetune.memory_limit", "finetune.offload", "finetune.drift",
+    "finetune.lora.check_steps", "finetune.lora.serve_with",
 })
 """Keys that change how a run is carried out or how long it goes on, not what it computes."""
 

@@ -1,7 +1,7 @@
-"""The fine-tuning run, assembled: recipe in, checked adapter out.
+"""The fine-tuning run: recipe in, checked adapter out.
 
-Knows: the order of things. Does not know: how one step computes (`step`), what a state holds
-(`state`), whose a directory is (`run_dir`).
+Knows: the order of things. Does not know: how a run is put together (`job`), how one step computes
+(`step`), what a state holds (`state`), whose a directory is (`run_dir`).
 """
 
 from __future__ import annotations
@@ -12,31 +12,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import torch
-from torch.nn import Parameter
-
 from trimtab.checkpoint.adapter import AdapterMeta, save_adapter
-from trimtab.checkpoint.load import load_model
 from trimtab.checkpoint.source import open_source
 from trimtab.config.recipe import Recipe
-from trimtab.data.image_totals import count_images
 from trimtab.data.packing import Pack
-from trimtab.data.prompt import load_image_processor
-from trimtab.data.records import open_records
-from trimtab.data.stream import DataStream
-from trimtab.data.tokenizer import load_tokenizer
-from trimtab.errors import RunError
-from trimtab.models.decoder import CausalLM
-from trimtab.models.full import train_full
-from trimtab.models.lora import inject, trainable_parameters
-from trimtab.train.adapter_check import check_adapter_file, check_gradients, check_merge
+from trimtab.train.adapter_check import check_adapter_file, check_merge
 from trimtab.train.batch import micro_batches
-from trimtab.train.identity import fixed_hash
 from trimtab.train.images import describe_features, first_with_images
+from trimtab.train.job import Job, assemble, begin, open_stream
 from trimtab.train.memory import peak_memory_gib
 from trimtab.train.metrics import MetricsWriter
-from trimtab.train.optimizer import OptimizerOptions, build_optimizer, set_learning_rate
+from trimtab.train.optimizer import set_learning_rate
 from trimtab.train.plan import RunPlan, plan_run
+from trimtab.train.reach import Reach
 from trimtab.train.reporter import ConsoleReporter, Reporter
 from trimtab.train.router_load import RouterLoad
 from trimtab.train.run_dir import (
@@ -44,15 +32,10 @@ from trimtab.train.run_dir import (
     RunRecord,
     check_owner,
     input_hashes,
-    versions,
 )
-from trimtab.train.schedule import Schedule
-from trimtab.train.state import TrainState, newest_state, restore_state, save_state
-from trimtab.train.step import StepOptions, StepResult, train_step
+from trimtab.train.state import TrainState, save_state
+from trimtab.train.step import StepResult, train_step
 from trimtab.verdict import Verdict
-
-_IMAGES_CHECKED = 20_000  # records per file whose images are looked at before training
-_COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,25 +80,6 @@ class RunResult:
         return {**asdict(self), "passed": self.passed}
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """Everything the steps need, assembled once."""
-
-    recipe: Recipe
-    plan: RunPlan
-    run: RunDirectory
-    model: CausalLM
-    parameters: dict[str, Parameter]
-    optimizer: torch.optim.Optimizer
-    stream: DataStream
-    schedule: Schedule
-    options: StepOptions
-
-    @property
-    def total_steps(self) -> int:
-        return self.schedule.total_steps
-
-
 def finetune(recipe: Recipe, reporter: Reporter | None = None) -> RunResult:
     """Train an adapter as the recipe says, or continue, or say that it is done.
 
@@ -139,12 +103,12 @@ def finetune(recipe: Recipe, reporter: Reporter | None = None) -> RunResult:
         say.say(f"{run.root} is finished: {record.step} steps; nothing to do")
         return _finished(run, plan, record)
     say.plan(plan)
-    stream = _open_stream(recipe, plan, say)
+    stream = open_stream(recipe, plan, say)
     if record is None:
         with say.progress("checking records") as update:
             stream.check_records(update)
-    job = _assemble(recipe, plan, run, stream, say)
-    state, record = _begin(job, record, inputs, say)
+    job = assemble(recipe, plan, run, stream, say)
+    state, record = begin(job, record, inputs, say)
     losses, speed, record = _run_steps(job, state, record, say)
     record, verdicts = _finish(job, record, say)
     return RunResult(
@@ -155,19 +119,6 @@ def finetune(recipe: Recipe, reporter: Reporter | None = None) -> RunResult:
         trainable_parameters=plan.table.num_parameters, trainable_share=plan.trainable_share,
         verdicts=verdicts,
     )
-
-
-def _open_stream(recipe: Recipe, plan: RunPlan, say: Reporter) -> DataStream:
-    """The stream of packs, after a look at the images that records name."""
-    data = recipe.finetune.data
-    tokenizer = load_tokenizer(recipe.model.path)
-    processor = load_image_processor(recipe.model.path, data.image)
-    for file in data.files:
-        totals = count_images(open_records(file.path), tokenizer, processor, data,
-                              limit=_IMAGES_CHECKED)
-        if totals.images or totals.left_out:
-            say.say(f"{file.path}: {totals}")
-    return DataStream(data, tokenizer, recipe.seed, plan.arch.vocab_size, processor)
 
 
 def _is_finished(recipe: Recipe, record: RunRecord, run: RunDirectory) -> bool:
@@ -188,77 +139,8 @@ def _finished(run: RunDirectory, plan: RunPlan, record: RunRecord) -> RunResult:
     )
 
 
-def _assemble(
-    recipe: Recipe, plan: RunPlan, run: RunDirectory, stream: DataStream, say: Reporter
-) -> _Job:
-    """Load weights, inject adapters, set up optimizer and schedule."""
-    length = recipe.finetune
-    steps = length.steps
-    if steps is None:
-        assert length.epochs is not None, "a recipe has steps or epochs"
-        steps = stream.steps_for_epochs(length.epochs, plan.batch.tokens_per_step)
-        say.say(f"{length.epochs:g} epochs = {steps} steps")
-    compute = None if length.compute_dtype == "auto" else _COMPUTE[length.compute_dtype]
-    with say.progress("loading weights (%)") as update:
-        model, _ = load_model(
-            recipe.model.path, base_dtype=length.base_dtype, compute_dtype=compute,
-            vision=plan.vision, ops=recipe.ops,
-            progress=lambda done, total: update(100 * done // max(1, total), 100),
-        )
-    inject(model, plan.targets, recipe.seed)
-    if plan.full:
-        train_full(model, "projector")
-    parameters = trainable_parameters(model)
-    settings = length.optimizer
-    # A rate for the projector stands in recipes whose data has no images; the plan says so.
-    rates = {str(k): v for k, v in settings.lr_by_branch.items() if k != "projector" or plan.vision}
-    options = OptimizerOptions(settings.lr, rates, settings.weight_decay,
-                               lora_b_lr_ratio=settings.lora_b_lr_ratio)
-    return _Job(
-        recipe, plan, run, model, parameters,
-        build_optimizer(parameters, plan.targets, options), stream,
-        Schedule.from_ratio(settings.scheduler, steps, settings.warmup_ratio),
-        StepOptions(plan.batch, recipe.seed, settings.max_grad_norm, length.on_nan,
-                    length.recompute == "layer"),
-    )
-
-
-def _begin(
-    job: _Job, record: RunRecord | None, inputs: dict[str, str], say: Reporter
-) -> tuple[TrainState, RunRecord]:
-    """Claim the directory, or restore the newest state of the run that owns it."""
-    length, threads = job.recipe.finetune, torch.get_num_threads()
-    fresh = RunRecord(
-        status="running", step=0, total_steps=job.total_steps, seed=job.recipe.seed,
-        threads=threads, inputs=inputs, versions=versions(), steps_asked=length.steps,
-        epochs_asked=length.epochs,
-    )
-    # Without defaults, so that a key added by a later version does not orphan a running job.
-    identity = fixed_hash(job.recipe.model_dump(mode="json", exclude_defaults=True))
-    state = TrainState(0, {}, identity)
-    if record is not None:
-        if record.threads != threads:
-            say.say(f"warning: {threads} threads, the run began with {record.threads}: "
-                    "losses continue within rounding, not bit for bit")
-        newest = newest_state(job.run.checkpoints)
-        if newest is not None:
-            state = restore_state(newest, job.parameters, job.optimizer)
-            if state.identity != identity:
-                raise RunError("TT603", str(newest), "was saved by a run with another recipe",
-                               hint="put back the checkpoints of this run")
-            job.stream.restore(state.data)
-        if state.step > job.total_steps:
-            raise RunError("TT601", "finetune.steps", f"the run has done {state.step} steps; "
-                           "a run can be made longer, not shorter", value=job.total_steps)
-        say.say(f"continuing {job.run.root} after step {state.step}")
-        fresh = replace(fresh, step=state.step, wall_s=record.wall_s, starts=record.starts + 1,
-                        peak_memory_gib=record.peak_memory_gib)
-    job.run.begin(job.recipe, fresh)
-    return state, fresh
-
-
 def _run_steps(
-    job: _Job, state: TrainState, record: RunRecord, say: Reporter
+    job: Job, state: TrainState, record: RunRecord, say: Reporter
 ) -> tuple[list[float], float, RunRecord]:
     """All remaining steps; returns their losses, tokens per second and the record so far."""
     losses: list[float] = []
@@ -266,6 +148,8 @@ def _run_steps(
     batch, saving = job.plan.batch, job.recipe.checkpoint
     started, before = time.perf_counter(), record.wall_s
     described = False
+    reach = Reach(job.parameters, job.plan.targets, resumed=state.step > 0,
+                  check_steps=job.recipe.finetune.lora.check_steps)
     with (
         MetricsWriter(job.run.metrics, keep_through=state.step) as metrics,
         say.progress("training") as update,
@@ -280,11 +164,10 @@ def _run_steps(
             load = RouterLoad()
             result = train_step(job.model, packs, parameters, job.optimizer, step=step,
                                 options=job.options, load=load)
-            if step == 0 and not result.skipped:
+            if not result.skipped:
                 saw_images = any(pack.images for pack in packs)
-                waiting = check_gradients(job.parameters, saw_images=saw_images)
-                if waiting:
-                    say.say(f"no image in the first step: no gradient yet in {', '.join(waiting)}")
+                for line in reach.after_step(step, saw_images=saw_images):
+                    say.say(line)
             losses.append(result.loss)
             metrics.write(_row(job, step, rate, result, packs, load, time.perf_counter() - begun))
             update(step + 1, job.total_steps, f"loss {result.loss:.4f}")
@@ -302,7 +185,7 @@ def _run_steps(
     return losses, speed, record
 
 
-def _describe_images(job: _Job, packs: Sequence[Pack], say: Reporter) -> bool:
+def _describe_images(job: Job, packs: Sequence[Pack], say: Reporter) -> bool:
     """Say once what the first images become; True where there were some."""
     batch = first_with_images(micro_batches(packs, job.plan.batch))
     if batch is not None:
@@ -311,7 +194,7 @@ def _describe_images(job: _Job, packs: Sequence[Pack], say: Reporter) -> bool:
 
 
 def _row(
-    job: _Job, step: int, rate: float, result: StepResult, packs: Sequence[Pack],
+    job: Job, step: int, rate: float, result: StepResult, packs: Sequence[Pack],
     load: RouterLoad, elapsed: float,
 ) -> dict[str, object]:
     """One line of metrics.jsonl; `lr` is that of targets without a rate of their own."""
@@ -337,7 +220,7 @@ def _row(
 
 
 def _finish(
-    job: _Job, record: RunRecord, say: Reporter
+    job: Job, record: RunRecord, say: Reporter
 ) -> tuple[RunRecord, tuple[Verdict, ...]]:
     """Write the adapter, check it, and close the run's record."""
     adapter = job.run.adapter

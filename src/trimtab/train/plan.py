@@ -16,13 +16,15 @@ from trimtab.arch.adapter import (
     target_table,
 )
 from trimtab.arch.load import load_arch, require_readable
+from trimtab.arch.overrides import Override, apply_overrides, scale_expert_ranks
 from trimtab.arch.params import ParamSpec, inventory
+from trimtab.arch.serving import Servable, servable
 from trimtab.arch.spec import ArchSpec
 from trimtab.checkpoint.source import open_source
 from trimtab.config.recipe import Recipe
 from trimtab.data.image_totals import has_images
 from trimtab.data.records import open_records
-from trimtab.errors import ConfigError
+from trimtab.errors import AdapterError, ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,8 @@ class RunPlan:
         base_parameters: elements of the text model.
         full: parameters trained without LoRA, those of the projector or none.
         vision: tower and projector take part.
+        serving: whether the engine of `lora.serve_with` applies each row of the table; empty
+            where the recipe names none.
     """
 
     arch: ArchSpec
@@ -84,6 +88,7 @@ class RunPlan:
     base_parameters: int
     full: tuple[ParamSpec, ...] = ()
     vision: bool = False
+    serving: tuple[Servable, ...] = ()
 
     @property
     def trainable_share(self) -> float:
@@ -96,8 +101,9 @@ class RunPlan:
             "model": self.arch.name,
             "targets": [
                 {"module": r.leaf, "layer_kind": r.kind, "count": r.count, "available": r.available,
-                 "parameters": r.num_parameters, "bytes": r.num_bytes}
-                for r in self.table.rows
+                 "parameters": r.num_parameters, "bytes": r.num_bytes,
+                 **({"servable": self.serving[n].answer} if self.serving else {})}
+                for n, r in enumerate(self.table.rows)
             ],
             "notes": list(self.table.notes),
             "trainable_parameters": self.table.num_parameters,
@@ -117,7 +123,7 @@ def plan_run(recipe: Recipe) -> RunPlan:
     Records are read up to the first image, if the model takes images.
 
     Raises:
-        AdapterError: see `resolve_targets`.
+        AdapterError: see `resolve_targets`; TT503, the serving engine would ignore a target.
         ConfigError: TT105, `vision.projector` and the targets contradict.
         ArchError, CheckpointError: the model's config cannot be read.
     """
@@ -127,13 +133,16 @@ def plan_run(recipe: Recipe) -> RunPlan:
     batch = recipe.finetune.batch
     targets, full, note, vision = _choose(recipe, arch)
     table = target_table(arch, targets, full)
-    if note is not None:
-        table = replace(table, notes=(*table.notes, note))
+    engine = recipe.finetune.lora.serve_with
+    serving = () if engine is None else _serving(engine, table)
+    notes = [f"{engine} may not apply {table.rows[n].leaf}: {found.reason}"
+             for n, found in enumerate(serving) if found.reason]
+    table = replace(table, notes=(*table.notes, *([] if note is None else [note]), *notes))
     text = sum(p.numel for p in inventory(arch) if p.owner not in ("vision", "projector"))
     return RunPlan(
         arch, targets, table,
         BatchPlan(batch.tokens_per_step, batch.micro_batch_tokens, recipe.finetune.data.max_seq_len),
-        recipe.finetune.steps, text, full, vision,
+        recipe.finetune.steps, text, full, vision, serving,
     )
 
 
@@ -167,7 +176,26 @@ def _choose(
 
 def _resolve(recipe: Recipe, arch: ArchSpec, words: Sequence[str]) -> tuple[LoRATarget, ...]:
     lora = recipe.finetune.lora
-    return resolve_targets(
+    targets = resolve_targets(
         arch, target_modules=words, rank=lora.rank, alpha=lora.alpha,
         dropout=lora.dropout, scaling=lora.scaling, experts=lora.experts,
     )
+    overrides = {str(w): Override(given.rank, given.alpha) for w, given in lora.overrides.items()}
+    targets = apply_overrides(targets, overrides)
+    return scale_expert_ranks(arch, targets) if lora.moe_rank_scaling else targets
+
+
+def _serving(engine: str, table: TargetTable) -> tuple[Servable, ...]:
+    """One answer for each row of the table; refuses targets that the engine would ignore."""
+    answers = tuple(servable(engine, row.owner, row.leaf) for row in table.rows)
+    ignored = [(row.leaf, found.reason) for row, found in zip(table.rows, answers, strict=True)
+               if found.answer == "no"]
+    if ignored:
+        leaves = ", ".join(dict.fromkeys(leaf for leaf, _ in ignored))
+        raise AdapterError(
+            "TT503", "finetune.lora.serve_with", f"{engine} would ignore the adapter on {leaves}: "
+            f"{ignored[0][1]}", value=engine,
+            hint=f"leave {leaves} out of target_modules, or serve merged weights and leave "
+            "serve_with out",
+        )
+    return answers

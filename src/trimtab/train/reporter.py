@@ -118,9 +118,12 @@ def target_grid(plan: RunPlan) -> Table:
         grid.add_column(name)
     for name in ("adapted", "parameters", "fp32 bytes"):
         grid.add_column(name, justify="right")
-    for row in plan.table.rows:
+    if plan.serving:
+        grid.add_column("servable")
+    for number, row in enumerate(plan.table.rows):
+        answer = [plan.serving[number].answer] if plan.serving else []
         grid.add_row(row.leaf, row.kind, f"{row.count} of {row.available}",
-                     format_count(row.num_parameters), format_bytes(row.num_bytes))
+                     format_count(row.num_parameters), format_bytes(row.num_bytes), *answer)
     return grid
 
 

@@ -19,6 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
+from trimtab.checkpoint.adapter import WEIGHTS_NAME
 from trimtab.checkpoint.manifest import file_sha256, write_atomic
 from trimtab.checkpoint.source import open_source
 from trimtab.config.load import dump_recipe, load_recipe
@@ -154,8 +155,10 @@ def check_owner(run: RunDirectory, recipe: Recipe, inputs: Mapping[str, str]) ->
 
 
 def input_hashes(recipe: Recipe) -> dict[str, str]:
-    """sha256 of each training file, and the fingerprint of the base model."""
+    """sha256 of each training file and of a starting adapter, and the base's fingerprint."""
     paths = [file.path for file in recipe.finetune.data.files]
+    if recipe.finetune.lora.init_from is not None:
+        paths.append(str(Path(recipe.finetune.lora.init_from) / WEIGHTS_NAME))
     hashes = {path: file_sha256(Path(path)) for path in paths if Path(path).is_file()}
     return {**hashes, recipe.model.path: open_source(recipe.model.path).fingerprint()}
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.unit.data.pictures import encoded, file_bytes, image_record, picture
-from trimtab.config.recipe import DataSection, ImageSection
+from trimtab.config.data import DataSection, ImageSection
 from trimtab.data.encode import encode_record
 from trimtab.data.image_totals import count_images
 from trimtab.data.images import VisionRule

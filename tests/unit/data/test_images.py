@@ -17,7 +17,7 @@ from tests.unit.data.pictures import picture
 from trimtab.arch.load import load_arch
 from trimtab.arch.presets import preset_config
 from trimtab.arch.spec import VisionSpec
-from trimtab.config.recipe import ImageSection
+from trimtab.config.data import ImageSection
 from trimtab.data.images import ImagePatches, VisionRule, preprocess, read_rule
 from trimtab.data.prompt import load_image_processor
 from trimtab.errors import DataError

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.config.recipe import DataSection
+from trimtab.config.data import DataSection
 from trimtab.data.encode import Encoded, encode_record
 from trimtab.data.packing import IGNORED, Pack, RowFiller, build_pack
 from trimtab.data.records import read_records

@@ -13,7 +13,7 @@ import torch
 from tests.unit.train.image_run import write_shades
 from tests.unit.train.test_step import adapted, assert_close, step
 from tests.unit.train.tiny_run import recipe_for
-from trimtab.config.recipe import DataSection
+from trimtab.config.data import DataSection
 from trimtab.data.packing import Pack
 from trimtab.data.prompt import load_image_processor
 from trimtab.data.stream import DataStream
