@@ -5,13 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from trimtab.arch.quantization import PackedForm
 from trimtab.arch.spec import ActivationSpec, MoESpec
 from trimtab.models.context import ForwardContext
-from trimtab.models.experts import DenseWeight, PackedWeight
+from trimtab.models.experts import DenseWeight
 from trimtab.models.linear import Linear, RMSNorm
+from trimtab.models.packed import PackedWeight
 from trimtab.ops.activation import situ, swiglu
 from trimtab.ops.moe.routing import RouterRule, expert_weights, select_experts
+from trimtab.ops.packed import DECODE, Decode
 from trimtab.ops.precision import island_dtype
+
+# How gate and up, and how down stay packed; None where they are decoded.
+ExpertForms = tuple[PackedForm | None, PackedForm | None]
 
 
 def gated_activation(spec: ActivationSpec, gate: Tensor, up: Tensor) -> Tensor:
@@ -64,19 +70,28 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The routed experts of one layer."""
+    """The routed experts of one layer.
 
-    def __init__(self, spec: MoESpec, width: int, dtype: torch.dtype, packed: bool) -> None:
+    Args:
+        spec: their number and width.
+        width: of their input and output.
+        dtype: storage dtype of matrices that are not packed.
+        packed: the form that gate and up, and that down, stay packed in.
+        decode: reads a packed matrix.
+    """
+
+    def __init__(
+        self, spec: MoESpec, width: int, dtype: torch.dtype, packed: ExpertForms = (None, None),
+        decode: Decode = DECODE,
+    ) -> None:
         super().__init__()
         self.activation = spec.activation
         e, f = spec.num_experts, spec.intermediate_size
         shapes = ((e, 2, f, width), (e, width, f))
-        self.gate_up: DenseWeight | PackedWeight
-        self.down: DenseWeight | PackedWeight
-        if packed:
-            self.gate_up, self.down = (PackedWeight(shape) for shape in shapes)
-        else:
-            self.gate_up, self.down = (DenseWeight(shape, dtype) for shape in shapes)
+        self.gate_up, self.down = (
+            DenseWeight(shape, dtype) if form is None else PackedWeight(shape, form, decode)
+            for shape, form in zip(shapes, packed, strict=True)
+        )
         self.num_experts = e
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
@@ -110,7 +125,7 @@ class MoE(nn.Module):
 
     def __init__(
         self, spec: MoESpec, d: int, layer: int, dtype: torch.dtype, bias_dtype: torch.dtype,
-        packed: bool,
+        packed: ExpertForms = (None, None), decode: Decode = DECODE,
     ) -> None:
         super().__init__()
         self.layer = layer
@@ -118,7 +133,7 @@ class MoE(nn.Module):
         latent = spec.latent
         width = d if latent is None else latent.size
         self.latent_down = None if latent is None else Linear(d, width, dtype)
-        self.experts = Experts(spec, width, dtype, packed)
+        self.experts = Experts(spec, width, dtype, packed, decode)
         self.latent_norm = None
         if latent is not None and latent.norm_eps is not None:
             self.latent_norm = RMSNorm(width, latent.norm_eps, dtype)

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from tests.support.compare import relative_error
+from trimtab.arch.quantization import PackedForm
 from trimtab.arch.spec import ActivationSpec, MoESpec
-from trimtab.models.experts import PackedWeight
 from trimtab.models.moe import Experts, gated_activation
+from trimtab.models.packed import PackedWeight
 from trimtab.ops import mxfp4
 from trimtab.ops.moe.reference import experts_reference
 from trimtab.ops.moe.routing import RouterRule, expert_weights, select_experts
@@ -18,9 +19,12 @@ SITU = ActivationSpec("situ", 4.0, 25.0)
 SPEC = MoESpec(6, 2, 32, 0, SITU, True, 1.0)
 
 
+MXFP4 = PackedForm("mxfp4", (1, 32))
+
+
 def experts(trainable: bool) -> Experts:
     generator = torch.Generator().manual_seed(1)
-    module = Experts(SPEC, 32, torch.float64, packed=False)
+    module = Experts(SPEC, 32, torch.float64)
     for p in module.parameters():
         p.data.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.3)
     return module.requires_grad_(trainable)
@@ -68,7 +72,7 @@ def test_grouped_experts_equal_the_loop_over_tokens(case, trainable):
 
 def test_packed_experts_compute_what_their_decoded_form_computes():
     dense = experts(False)
-    packed = Experts(SPEC, 32, torch.float64, packed=True)
+    packed = Experts(SPEC, 32, torch.float64, (MXFP4, MXFP4))
     for name in ("gate_up", "down"):
         weight = getattr(dense, name).weight
         codes, scale = mxfp4.encode(weight)
