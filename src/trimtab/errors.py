@@ -152,7 +152,7 @@ ERROR_DOCS: dict[str, ErrorDoc] = _docs(
      "Copy the file again from its source."),
     ("TT205", "stored form not supported",
      "The weights are stored in a form that Trimtab recognises and cannot read, such as NVFP4 or GGUF.",
-     "Use the BF16 or FP8 release of the model; `trimtab inspect` takes every form."),
+     "Use the BF16, FP8 or INT4 release of the model; `trimtab inspect` takes every form."),
     # 3xx: checkpoints
     ("TT301", "damaged safetensors file", "The file is truncated or its header is not valid.",
      "Copy or download the file again; compare its size with the source."),

@@ -16,6 +16,7 @@ from trimtab.arch.readers import (
     glm5_next,
     glm_moe_dsa,
     kimi_k3,
+    kimi_k25,
     kimi_linear,
 )
 from trimtab.arch.spec import ArchSpec
@@ -31,6 +32,7 @@ READERS: dict[str, Reader] = {
     "glm5_next_text": glm5_next.read,
     "glm_moe_dsa": glm_moe_dsa.read,
     "kimi_k2": deepseek_v3.read,
+    "kimi_k25": kimi_k25.read,
     "kimi_k3": kimi_k3.read,
     "kimi_linear": kimi_linear.read,
 }
@@ -76,7 +78,7 @@ def require_readable(arch: ArchSpec, where: str) -> None:
 def unreadable(form: str, where: str) -> ArchError:
     """The error of every verb but `inspect` on a stored form that is only recognised."""
     rule = f"weights stored as {form} cannot be read yet; only `trimtab inspect` takes them"
-    return ArchError("TT205", where, rule, hint="use the BF16 or FP8 release of the same model")
+    return ArchError("TT205", where, rule, hint="use the BF16, FP8 or INT4 release of the same model")
 
 
 def read_arch(path: str | Path) -> ArchSpec:

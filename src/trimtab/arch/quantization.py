@@ -9,6 +9,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+PackedKind = Literal["mxfp4", "fp8", "int4"]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedForm:
+    """How the elements of a matrix are packed: 4-bit or 8-bit values, one scale per block.
+
+    Args:
+        kind: `mxfp4` (E2M1 values, E8M0 scales), `fp8` (E4M3, F32), `int4` (-8 to 7, BF16).
+        block: rows and columns that share a scale.
+        power_of_two: FP8 scales are rounded up to powers of two when written.
+    """
+
+    kind: PackedKind
+    block: tuple[int, int]
+    power_of_two: bool = False
+
+    @property
+    def per_byte(self) -> int:
+        """Elements in a byte, scales not counted."""
+        return 1 if self.kind == "fp8" else 2
+
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
@@ -19,14 +41,15 @@ class StoredPart:
         dtype: safetensors dtype string.
         per_row: rows that one row of this tensor stands for, rounded up.
         per_column: columns that one column stands for, rounded up.
-        kind: `values` hold the elements, `scale` does not; `scalar` is one number for the matrix.
+        kind: `values` hold the elements, `scale` does not; `scalar` is one number for the matrix,
+            `shape` its two sizes.
     """
 
     suffix: str
     dtype: str
     per_row: int = 1
     per_column: int = 1
-    kind: Literal["values", "scale", "scalar"] = "values"
+    kind: Literal["values", "scale", "scalar", "shape"] = "values"
 
     @property
     def block(self) -> tuple[int, int]:
@@ -41,6 +64,8 @@ class StoredPart:
         """
         if self.kind == "scalar":
             return ()
+        if self.kind == "shape":
+            return (2,)
         return (-(-rows // self.per_row), -(-columns // self.per_column))
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 Transform = Literal[
     "same", "reshape", "pad_tail", "mxfp4_packed", "mxfp4_scale", "fp8_values", "fp8_scale",
+    "int4_packed", "int4_scale", "int4_shape",
     "foreign_values", "foreign_scale",
 ]
 
@@ -26,12 +27,14 @@ class StoredTensor:
     - `pad_tail`: the first `prod(param[index].shape)` elements; the tail is zero when written.
     - `mxfp4_packed` / `mxfp4_scale`: nibbles [out, in/2] and block exponents [out, in/32].
     - `fp8_values` / `fp8_scale`: F8_E4M3 elements [out, in] and one F32 factor per block.
+    - `int4_packed` / `int4_scale` / `int4_shape`: nibbles [out, in/8] as I32, one BF16 factor per
+      group, and the two sizes of the matrix.
     - `foreign_values` / `foreign_scale`: a form that is recognised and cannot be read.
 
     Args:
         name: released name.
         shape: stored shape.
-        dtype: safetensors dtype string (BF16, F32, U8, F8_E4M3).
+        dtype: safetensors dtype string (BF16, F32, U8, I32, F8_E4M3).
         param: fully qualified name of the parameter it fills.
         index: leading indices into the parameter, such as (expert, 0) for a gate matrix.
         transform: how stored elements relate to the part.

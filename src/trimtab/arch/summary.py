@@ -183,7 +183,7 @@ def _form_name(arch: ArchSpec, tensor: StoredTensor) -> str:
     """The line of `bytes_by_dtype` that a stored tensor belongs to."""
     if tensor.transform.startswith("mxfp4"):
         return "MXFP4"
-    if arch.quantization is not None and tensor.transform.startswith(("fp8", "foreign")):
+    if arch.quantization is not None and tensor.transform.startswith(("fp8", "int4", "foreign")):
         return arch.quantization.name
     return tensor.dtype
 
@@ -220,9 +220,9 @@ def _selected(arch: ArchSpec, param: ParamSpec) -> int:
 
 def _elements(param: ParamSpec, tensor: StoredTensor) -> int:
     """Parameters in a stored tensor: those of its part of the parameter, none in a scale."""
-    if tensor.transform.endswith("_scale"):
+    if tensor.transform.endswith(("_scale", "_shape")):
         return 0
-    if tensor.transform in ("mxfp4_packed", "foreign_values"):
+    if tensor.transform in ("mxfp4_packed", "int4_packed", "foreign_values"):
         return prod(param.shape[len(tensor.index):])
     return prod(tensor.shape)
 

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from trimtab.arch.maps import stored_tensors
 from trimtab.arch.params import ParamSpec, inventory
+from trimtab.arch.quantization import PackedForm, PackedKind, Quantization
 from trimtab.arch.spec import ArchSpec
 from trimtab.arch.stored import StoredTensor
 from trimtab.errors import CheckpointError
 from trimtab.ops import fp8, mxfp4
+from trimtab.ops.packed import DECODE, ENCODE
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -28,6 +31,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 }
 _E8M0_NAN = 255
 
+PackedTensor = Literal["packed", "scale", "shape"]
 PartFor = Callable[[ParamSpec, tuple[int, ...]], Tensor]
 TensorFor = Callable[[StoredTensor], Tensor]
 Progress = Callable[[int, int], None]
@@ -108,20 +112,19 @@ def decode_part(part: Part, read: TensorFor, dtype: torch.dtype | None = None) -
     Args:
         part: what to decode.
         read: gives a stored tensor in its stored dtype and shape.
-        dtype: of the result; None keeps the stored dtype, BF16 for mxfp4 and F32 for fp8, which
-            both lose nothing.
+        dtype: of the result; None keeps the stored dtype, BF16 for MXFP4 and F32 for FP8 and INT4,
+            which lose nothing.
 
     Returns:
         Tensor of shape `part.shape`.
     """
-    by_rule = {stored.transform: stored for stored in part.stored}
-    if "mxfp4_packed" in by_rule:
-        packed, scale = read(by_rule["mxfp4_packed"]), read(by_rule["mxfp4_scale"])
-        return mxfp4.decode(packed, scale, dtype or torch.bfloat16).reshape(part.shape)
-    if "fp8_values" in by_rule:
-        factor = by_rule["fp8_scale"]
-        values, scale = read(by_rule["fp8_values"]), read(factor)
-        return fp8.decode(values, scale, factor.block, dtype or scale.dtype)
+    kinds = {packed_kind(stored): stored for stored in part.stored}
+    if "packed" in kinds:
+        form = form_of(kinds["scale"])
+        values, scale = read(kinds["packed"]).view(torch.uint8), read(kinds["scale"])
+        exact = torch.bfloat16 if form.kind == "mxfp4" else torch.float32
+        out = torch.empty(part.shape, dtype=dtype or exact)
+        return DECODE(values, scale, form, out)
     (stored,) = part.stored
     value = read(stored)
     if stored.transform == "pad_tail":
@@ -130,8 +133,22 @@ def decode_part(part: Part, read: TensorFor, dtype: torch.dtype | None = None) -
     return value if dtype is None else value.to(dtype)
 
 
+def packed_kind(stored: StoredTensor) -> PackedTensor | None:
+    """What a stored tensor is to a packed matrix; None for a plain one."""
+    if not stored.transform.startswith(("mxfp4", "fp8", "int4")):
+        return None
+    word = stored.transform.rpartition("_")[2]
+    return "scale" if word == "scale" else "shape" if word == "shape" else "packed"
+
+
+def form_of(scale: StoredTensor) -> PackedForm:
+    """The packed form that a stored tensor of block scales belongs to."""
+    kinds: dict[str, PackedKind] = {"mxfp4": "mxfp4", "fp8": "fp8", "int4": "int4"}
+    return PackedForm(kinds[scale.transform.partition("_")[0]], scale.block)
+
+
 def encode_plain(stored: StoredTensor, value: Tensor) -> Tensor:
-    """The stored form of a part for every rule but mxfp4 and fp8."""
+    """The stored form of a part that is not packed."""
     value = value.to(TORCH_DTYPES[stored.dtype])
     if stored.transform == "pad_tail":
         padded = torch.zeros(stored.shape, dtype=value.dtype)
@@ -155,25 +172,46 @@ class StoredFromParts:
         self._params = {param.name: param for param in params or inventory(arch)}
         self._part_for = part_for
         self._quantization = arch.quantization
-        self._last: tuple[tuple[str, tuple[int, ...]], tuple[Tensor, Tensor]] | None = None
+        self._last: tuple[tuple[str, tuple[int, ...]], dict[PackedTensor, Tensor]] | None = None
 
     def __call__(self, stored: StoredTensor) -> Tensor:
         """The stored tensor in its stored dtype and shape."""
         param = self._params[stored.param]
-        if not stored.transform.startswith(("mxfp4", "fp8")):
+        kind = packed_kind(stored)
+        if kind is None:
             return encode_plain(stored, self._part_for(param, stored.index))
         key = (stored.param, stored.index)
         if self._last is None or self._last[0] != key:
-            self._last = (key, self._encode(stored, self._part_for(param, stored.index)))
-        values = stored.transform in ("mxfp4_packed", "fp8_values")
-        return self._last[1][0 if values else 1].reshape(stored.shape)
+            form = _written_form(stored, self._quantization)
+            self._last = (key, encode_packed(self._part_for(param, stored.index), form))
+        return as_stored(self._last[1][kind], stored)
 
-    def _encode(self, stored: StoredTensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        if stored.transform.startswith("mxfp4"):
-            # Rounding first makes the block scales the smallest possible, so that a tensor that
-            # is loaded and written again keeps its bytes.
-            return mxfp4.encode(mxfp4.round_to_grid(value))
-        form = self._quantization
-        assert form is not None, "fp8 tensors come from a quantised architecture"
-        scale = next(part for part in form.parts if part.kind == "scale")
-        return fp8.encode(value, scale.block, power_of_two=form.power_of_two_scales)
+
+def _written_form(stored: StoredTensor, quantization: Quantization | None) -> PackedForm:
+    if stored.transform.startswith("mxfp4"):
+        return PackedForm("mxfp4", (1, mxfp4.BLOCK))
+    assert quantization is not None, "fp8 and int4 tensors come from a quantised architecture"
+    block = next(part.block for part in quantization.parts if part.kind == "scale")
+    kind: PackedKind = "fp8" if stored.transform.startswith("fp8") else "int4"
+    return PackedForm(kind, block, quantization.power_of_two_scales)
+
+
+def encode_packed(value: Tensor, form: PackedForm) -> dict[PackedTensor, Tensor]:
+    """The stored tensors of a packed matrix [rows, columns], by their kind.
+
+    Values that lie on the grid of the form come back from them unchanged.
+    """
+    packed, scale = ENCODE(value, form)
+    if form.kind != "fp8" or form.power_of_two:
+        # The scale of a rounded matrix can be smaller. Taking that one makes a tensor that is
+        # loaded and written again keep its bytes.
+        rounded = torch.empty(value.shape, dtype=torch.promote_types(value.dtype, torch.float32))
+        packed, scale = ENCODE(DECODE(packed, scale, form, rounded), form)
+    return {"packed": packed, "scale": scale, "shape": torch.tensor(value.shape)}
+
+
+def as_stored(tensor: Tensor, stored: StoredTensor) -> Tensor:
+    """A tensor of a packed matrix in its stored dtype and shape; bytes are viewed, not changed."""
+    dtype = TORCH_DTYPES[stored.dtype]
+    same = tensor.dtype is dtype or packed_kind(stored) == "shape"
+    return (tensor.to(dtype) if same else tensor.contiguous().view(dtype)).reshape(stored.shape)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from trimtab.checkpoint.codec import (
     TensorFor,
     check_finite,
     decode_part,
+    packed_kind,
     parts,
     to_tensor,
 )
@@ -33,17 +34,11 @@ from trimtab.checkpoint.source import Source, open_source
 from trimtab.checkpoint.structure import require_equal
 from trimtab.models.build import build_model
 from trimtab.models.decoder import CausalLM
+from trimtab.models.experts import DenseWeight
+from trimtab.models.packed import PackedWeight
 
 BaseDtype = Literal["native", "bf16", "fp32", "fp64"]
 _VISION_OWNERS = ("vision", "projector")
-
-
-class _ExpertWeight(Protocol):
-    def write_dense(self, index: tuple[int, ...], value: Tensor) -> None: ...
-
-    def write_packed(
-        self, index: tuple[int, ...], kind: Literal["packed", "scale"], value: Tensor
-    ) -> None: ...
 
 
 def load_model(
@@ -60,7 +55,7 @@ def load_model(
 
     Args:
         path: what `open_source` takes.
-        base_dtype: how weights are kept: `native` as released (experts packed in 4 bit), else
+        base_dtype: how weights are kept: `native` as released (routed experts packed), else
             decoded; tensors stored as F32 stay F32 unless `fp64`.
         compute_dtype: of activations; None means float64 for `fp64`, else float32 on CPU and
             bfloat16 elsewhere.
@@ -86,7 +81,7 @@ def load_model(
         compute_dtype = torch.float64 if base_dtype == "fp64" else compute_dtype
     model = build_model(arch, base_dtype=base_dtype, compute_dtype=compute_dtype, ops=ops, vision=vision)
     allocate(model, device)
-    fill(model, arch, source, packed=base_dtype == "native", progress=progress)
+    fill(model, arch, source, progress=progress)
     return model, arch
 
 
@@ -121,7 +116,6 @@ def fill(
     arch: ArchSpec,
     source: Source,
     *,
-    packed: bool,
     progress: Progress | None = None,
 ) -> None:
     """Fill an allocated model from a checkpoint whose structure was checked.
@@ -130,7 +124,6 @@ def fill(
         model: built for `arch`, with or without vision.
         arch: the architecture.
         source: the checkpoint.
-        packed: mxfp4 experts are kept packed.
         progress: see `Progress`.
 
     Raises:
@@ -145,7 +138,7 @@ def fill(
     read, done = stored_reader(source), 0
     filled: Counter[str] = Counter()
     for part in wanted:
-        _write(model, parameters, part, read, packed and part.param.form == "mxfp4")
+        _write(model, parameters, part, read)
         filled[part.param.name] += part.numel
         done += sum(entries[stored.name].num_bytes for stored in part.stored)
         if progress is not None:
@@ -154,21 +147,21 @@ def fill(
 
 
 def _write(
-    model: nn.Module, parameters: dict[str, nn.Parameter], part: Part, read: TensorFor, packed: bool
+    model: nn.Module, parameters: dict[str, nn.Parameter], part: Part, read: TensorFor
 ) -> None:
     target = parameters.get(part.param.name)
     if target is not None:
         target.data[part.index].copy_(decode_part(part, read))
         return
-    expert = cast(_ExpertWeight, model.get_submodule(part.param.name))
-    if not packed:
+    expert = model.get_submodule(part.param.name)
+    if not isinstance(expert, PackedWeight):
+        assert isinstance(expert, DenseWeight), f"{part.param.name} is no weight of experts"
         expert.write_dense(part.index, decode_part(part, read))
         return
     for stored in part.stored:
-        kind: Literal["packed", "scale"] = (
-            "packed" if stored.transform == "mxfp4_packed" else "scale"
-        )
-        expert.write_packed(part.index, kind, read(stored))
+        value, kind = read(stored), packed_kind(stored)
+        if kind is not None and kind != "shape":
+            expert.write_packed(part.index, kind, value)
 
 
 def _check_accounts(

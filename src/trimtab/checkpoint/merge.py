@@ -136,7 +136,7 @@ def merged_tensors(
             entry = entries[stored.name]
             if (entry.dtype, entry.shape) == (stored.dtype, stored.shape):
                 return read(stored)
-        if stored.param in deltas.names and stored.transform.startswith(("mxfp4", "fp8")):
+        if stored.param in deltas.names and stored.transform.startswith(("mxfp4", "fp8", "int4")):
             rule = "packed weights cannot take an adapter without loss"
             raise AdapterError("TT503", stored.param, rule, hint="merge with --dtype bf16")
         return encode(stored)

@@ -14,6 +14,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from trimtab.arch.load import require_readable
@@ -21,7 +22,15 @@ from trimtab.arch.maps import stored_tensors
 from trimtab.arch.params import ParamSpec, inventory
 from trimtab.arch.spec import ArchSpec
 from trimtab.arch.stored import DTYPE_BYTES, StoredTensor
-from trimtab.checkpoint.codec import TORCH_DTYPES, Progress, StoredFromParts, TensorFor, to_bytes
+from trimtab.checkpoint.codec import (
+    TORCH_DTYPES,
+    Progress,
+    StoredFromParts,
+    TensorFor,
+    as_stored,
+    packed_kind,
+    to_bytes,
+)
 from trimtab.checkpoint.manifest import (
     ArtefactWriter,
     inventory_hash,
@@ -30,6 +39,7 @@ from trimtab.checkpoint.manifest import (
 )
 from trimtab.checkpoint.source import INDEX_NAME
 from trimtab.errors import CheckpointError
+from trimtab.models.packed import PackedWeight
 
 SINGLE_FILE_BYTES = 5 * 10**9
 
@@ -105,8 +115,9 @@ def plan_shards(arch: ArchSpec, single_file_bytes: int) -> dict[str, list[Stored
 def tensors_from_model(model: nn.Module, arch: ArchSpec) -> TensorFor:
     """The stored tensors of a loaded model, the inverse of loading.
 
-    Values kept in the stored dtype or wider come back bit for bit; experts that lie on the MXFP4
-    grid are packed without loss, others are rounded to it.
+    Values kept in the stored dtype or wider come back bit for bit; what is
+    kept packed keeps its bytes; decoded matrices that lie on the grid of their form are packed
+    without loss, others are rounded to it.
 
     Args:
         model: built for `arch`, with values.
@@ -127,15 +138,15 @@ def tensors_from_model(model: nn.Module, arch: ArchSpec) -> TensorFor:
 
     encode = StoredFromParts(arch, part_for)
 
+    packed = {name: m for name, m in model.named_modules() if isinstance(m, PackedWeight)}
+
     def tensor_for(stored: StoredTensor) -> Tensor:
-        kind = {"mxfp4_packed": "packed", "mxfp4_scale": "scale"}.get(stored.transform)
-        grouped = parameters.get(f"{stored.param}.{kind}")
-        if grouped is None:
+        kind, weight = packed_kind(stored), packed.get(stored.param)
+        if kind is None or weight is None:
             return encode(stored)
-        expert, *rows = stored.index
-        # packed keeps the gate and up matrices of one expert as rows of a single matrix
-        start = rows[0] * stored.shape[0] if rows else 0
-        return grouped.detach()[expert, start : start + stored.shape[0]]
+        if kind == "shape":
+            return as_stored(torch.tensor(weight.shape[-2:]), stored)
+        return as_stored(weight.stored(stored.index, kind).detach(), stored)
 
     return tensor_for
 

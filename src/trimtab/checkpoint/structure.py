@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from trimtab.arch.load import require_readable
-from trimtab.arch.maps import accepted_dtypes, accepts_shape, stored_tensors
+from trimtab.arch.maps import accepted_dtypes, accepts_shape, is_carried, stored_tensors
 from trimtab.arch.params import inventory
 from trimtab.arch.spec import ArchSpec
 from trimtab.checkpoint.headers import TensorEntry
@@ -91,23 +91,30 @@ def compare(arch: ArchSpec, entries: Mapping[str, TensorEntry]) -> list[Differen
 
 
 def is_skipped(arch: ArchSpec, name: str) -> bool:
-    """Whether a tensor belongs to a multi-token prediction layer, which no verb reads."""
+    """Whether a tensor belongs to a part that no verb reads: MTP layers, or a tower carried along."""
+    if is_carried(arch, name):
+        return True
     match = _LAYER.search(name) if arch.mtp else None
     return match is not None and 0 <= int(match[1]) - arch.num_layers < len(arch.mtp)
 
 
 def skipped_note(arch: ArchSpec, entries: Iterable[str]) -> str | None:
-    """One line on tensors of multi-token prediction layers; None where there are none.
+    """One line on tensors that no verb reads; None where there are none.
 
     Args:
         arch: the architecture.
         entries: names of the checkpoint's tensors.
     """
-    count = sum(is_skipped(arch, name) for name in entries)
-    if not count:
-        return None
-    layers = _ranges(range(arch.num_layers, arch.num_layers + len(arch.mtp)))
-    return f"layers {layers}: multi-token prediction, {count:,} tensors, skipped"
+    names = list(entries)
+    carried = sum(is_carried(arch, name) for name in names)
+    count = sum(is_skipped(arch, name) for name in names) - carried
+    notes = []
+    if count:
+        layers = _ranges(range(arch.num_layers, arch.num_layers + len(arch.mtp)))
+        notes.append(f"layers {layers}: multi-token prediction, {count:,} tensors, skipped")
+    if carried:
+        notes.append(f"vision tower and projector: {carried:,} tensors, kept and not read")
+    return "; ".join(notes) or None
 
 
 def require_equal(

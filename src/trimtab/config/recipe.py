@@ -84,7 +84,7 @@ class FinetuneSection(Section):
 
     Attributes:
         method: only `lora`.
-        base_dtype: how the frozen weights are kept; `native` keeps 4-bit experts packed.
+        base_dtype: how the frozen weights are kept; `native` keeps routed experts packed as released.
         compute_dtype: of activations; `auto` is fp32 on a CPU and bf16 elsewhere.
         lora: the adapter.
         optimizer: AdamW and schedule.

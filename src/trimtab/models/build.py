@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from trimtab.arch.maps import packed_forms
 from trimtab.arch.spec import ArchSpec
 from trimtab.models.decoder import CausalLM, StorageTypes
 from trimtab.ops.backends import build_ops
@@ -42,10 +43,11 @@ def build_model(
 def storage_types(arch: ArchSpec, base_dtype: BaseDtype) -> StorageTypes:
     """Storage dtypes for `base_dtype`."""
     if base_dtype == "fp64":
-        return StorageTypes(torch.float64, torch.float64, packed=False)
+        return StorageTypes(torch.float64, torch.float64, {})
     stored = _STORED[arch.dtype]
     if stored is torch.float32 or base_dtype == "native":
         main = stored
     else:
         main = torch.bfloat16 if base_dtype == "bf16" else torch.float32
-    return StorageTypes(main, torch.float32, packed=base_dtype == "native")
+    packed = packed_forms(arch) if base_dtype == "native" else {}
+    return StorageTypes(main, torch.float32, packed)

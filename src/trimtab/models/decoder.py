@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from trimtab.arch.quantization import PackedForm
 from trimtab.arch.spec import ArchSpec, AxialVisionSpec, DenseSpec, KDASpec, VisionSpec
 from trimtab.errors import DataError
 from trimtab.models.axial_vision import AxialVisionTower, Merger
@@ -30,10 +32,13 @@ class StorageTypes:
     Args:
         main: dtype of tensors stored in the model's own dtype.
         island: dtype of tensors stored as F32.
-        packed: routed experts stay in their 4-bit form.
+        packed: the form that a parameter of routed experts stays packed in, by name; one that is
+            not named is decoded.
     """
 
-    def __init__(self, main: torch.dtype, island: torch.dtype, packed: bool) -> None:
+    def __init__(
+        self, main: torch.dtype, island: torch.dtype, packed: Mapping[str, PackedForm]
+    ) -> None:
         self.main, self.island, self.packed = main, island, packed
 
 
@@ -59,8 +64,9 @@ class DecoderLayer(nn.Module):
                 d, spec.ffn.intermediate_size, spec.ffn.activation, types.main
             )
         else:
-            packed = types.packed and spec.ffn.form == "mxfp4"
-            self.mlp = MoE(spec.ffn, d, index, types.main, types.island, packed, ops)
+            at = f"layers.{index}.mlp.experts"
+            forms = types.packed.get(f"{at}.gate_up"), types.packed.get(f"{at}.down")
+            self.mlp = MoE(spec.ffn, d, index, types.main, types.island, forms, ops.packed_decode)
 
     def forward(
         self, state: StreamState, selected: Tensor | None, ctx: ForwardContext

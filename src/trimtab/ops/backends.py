@@ -18,8 +18,7 @@ from trimtab.ops.attention.reference import attention_reference
 from trimtab.ops.kda.chunk import kda_chunk
 from trimtab.ops.kda.layout import ChunkLayout
 from trimtab.ops.kda.reference import kda_reference
-from trimtab.ops.moe.experts import EXPERTS
-from trimtab.ops.moe.loop import ExpertCall
+from trimtab.ops.packed import DECODE
 from trimtab.ops.registry import Implementation, OpCase, Operator
 
 KDAResult = tuple[Tensor, Tensor | None]
@@ -32,12 +31,12 @@ class OpTable:
     Args:
         kda: the gated delta rule; arguments as `kda_chunk`.
         attention: (q, k, v, scale, borders, cu_seqlens, selected) -> [T, H, V].
-        experts: the routed experts of a layer, from an `ExpertCall` -> [T, D].
+        packed_decode: (values, scale, form, out) -> out; see `ops.packed`.
     """
 
     kda: Operator[..., KDAResult]
     attention: Operator[..., Tensor]
-    experts: Operator[[ExpertCall], Tensor]
+    packed_decode: Operator[..., Tensor]
 
     def operators(self) -> dict[str, Operator[..., Any]]:
         """Every operator by name."""
@@ -53,7 +52,7 @@ def build_ops(overrides: Mapping[str, str] | None = None) -> OpTable:
     Raises:
         ConfigError: TT102, an operator or implementation that does not exist.
     """
-    table = OpTable(_KDA, _ATTENTION, EXPERTS)
+    table = OpTable(_KDA, _ATTENTION, DECODE)
     operators = table.operators()
     forced: dict[str, Any] = {}
     for op, name in (overrides or {}).items():

@@ -183,7 +183,7 @@ FOREIGN: dict[str, dict[str, Any]] = {
         "quant_method": "compressed-tensors", "format": "pack-quantized",
         "config_groups": {"group_0": {
             "input_activations": None,
-            "weights": {"num_bits": 4, "type": "int", "group_size": 32},
+            "weights": {"num_bits": 4, "type": "int", "group_size": 32, "symmetric": False},
         }},
     },
     "W4A8": {"quant_method": "w4afp8"},

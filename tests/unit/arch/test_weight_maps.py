@@ -46,13 +46,17 @@ def test_every_element_is_stored_exactly_once(name: str) -> None:
         seen.add(key)
         if tensor.transform.startswith("mxfp4"):
             assert logical_shape(tensor) == part
-        elif tensor.transform == "fp8_scale":
+        elif tensor.transform == "int4_packed":
+            assert tensor.shape == (part[0], part[1] // 8)
+        elif tensor.transform == "int4_shape":
+            assert tensor.shape == (2,)
+        elif tensor.transform in ("fp8_scale", "int4_scale"):
             assert tensor.shape == tuple(-(-n // b) for n, b in zip(part, tensor.block, strict=True))
         elif tensor.transform == "pad_tail":
             assert prod(tensor.shape) >= prod(part) and tensor.shape[0] % 128 == 0
         else:
             assert prod(tensor.shape) == prod(part)
-        if not tensor.transform.endswith("_scale"):
+        if not tensor.transform.endswith(("_scale", "_shape")):
             covered[tensor.param] += prod(part)
     assert covered == {param.name: param.numel for param in params.values()}
 

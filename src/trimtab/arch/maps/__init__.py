@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from trimtab.arch.maps import deepseek, glm5_next, kimi_k3, kimi_linear
+from trimtab.arch.maps import deepseek, glm5_next, kimi_k3, kimi_k25, kimi_linear
 from trimtab.arch.maps.quantized import PartsOf, parts_of
 from trimtab.arch.maps.rules import WeightMap, original, rename, stored_for
 from trimtab.arch.params import ParamSpec, inventory, mtp_inventory
+from trimtab.arch.quantization import PackedForm, PackedKind
 from trimtab.arch.spec import ArchSpec
 from trimtab.arch.stored import StoredTensor
 
@@ -21,10 +22,14 @@ WEIGHT_MAPS: dict[str, WeightMap] = {
     "glm5_next": glm5_next.WEIGHT_MAP,
     "glm_moe_dsa": deepseek.WEIGHT_MAP,
     "kimi_k2": deepseek.WEIGHT_MAP,
+    "kimi_k25": kimi_k25.WEIGHT_MAP,
     "kimi_k3": kimi_k3.WEIGHT_MAP,
     "kimi_linear": kimi_linear.WEIGHT_MAP,
 }
 
+_FORMS: dict[str, PackedKind] = {
+    "mxfp4_packed": "mxfp4", "fp8_values": "fp8", "int4_packed": "int4",
+}
 # Owners whose matrices are no Linear modules.
 _NOT_LINEAR = {"embedding", "residual", "norm", "routed_expert"}
 
@@ -71,6 +76,27 @@ def stored_of(arch: ArchSpec, param: ParamSpec) -> tuple[StoredTensor, ...]:
     return tuple(stored_for(param, WEIGHT_MAPS[arch.family].rules, parts_of=_parts_of(arch)))
 
 
+def packed_forms(arch: ArchSpec) -> dict[str, PackedForm]:
+    """The packed form of every parameter of routed experts that is released in one, by name.
+
+    A parameter whose gate and up matrices are stored differently has none.
+    """
+    rules, parts_for = WEIGHT_MAPS[arch.family].rules, _parts_of(arch)
+    found: dict[str, PackedForm] = {}
+    for param in inventory(arch):
+        if param.owner != "routed_expert":
+            continue
+        stored = list(stored_for(param, rules, range(1), parts_for))
+        forms = {_FORMS[t.transform] for t in stored if t.transform in _FORMS}
+        plain = any(t.transform == "same" for t in stored)
+        if len(forms) != 1 or plain:
+            continue
+        block = next(t.block for t in stored if t.transform.endswith("_scale"))
+        power = arch.quantization is not None and arch.quantization.power_of_two_scales
+        found[param.name] = PackedForm(forms.pop(), block, power)
+    return found
+
+
 def released_owner(arch: ArchSpec, name: str) -> tuple[str, tuple[int, ...]] | None:
     """Parameter name and leading indices that a released name would fill; None if no rule fits."""
     for part in () if arch.quantization is None else arch.quantization.parts:
@@ -108,8 +134,15 @@ def module_names(arch: ArchSpec) -> dict[str, str]:
     return names
 
 
+def is_carried(arch: ArchSpec, name: str) -> bool:
+    """Whether a released tensor belongs to a part that no verb reads and every copy keeps."""
+    return name.startswith(WEIGHT_MAPS[arch.family].carried)
+
+
 def accepted_dtypes(arch: ArchSpec, tensor: StoredTensor) -> tuple[str, ...]:
     """The dtypes a file may have for this tensor, the exact one first."""
+    if tensor.transform == "int4_shape":
+        return (tensor.dtype, "I64")
     if tensor.dtype not in ("BF16", "F32"):
         return (tensor.dtype,)
     others = WEIGHT_MAPS[arch.family].float_dtypes

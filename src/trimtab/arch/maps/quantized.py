@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from trimtab.arch.params import Owner, ParamSpec
 from trimtab.arch.quantization import Quantization, StoredPart
+from trimtab.errors import ArchError
 
 # Gives the tensors of a matrix from its parameter and released module name; empty if it is plain.
 PartsOf = Callable[[ParamSpec, str], tuple[StoredPart, ...]]
@@ -33,6 +34,9 @@ def parts_of(quantization: Quantization | None, always_kept: Sequence[str]) -> P
     Args:
         quantization: its declared form.
         always_kept: patterns of modules that the family never quantises.
+
+    Raises:
+        ArchError: the `PartsOf` raises TT202 where a group of INT4 does not divide a row.
     """
     if quantization is None:
         return plain
@@ -42,6 +46,10 @@ def parts_of(quantization: Quantization | None, always_kept: Sequence[str]) -> P
     def of(param: ParamSpec, module: str) -> tuple[StoredPart, ...]:
         if not _is_matrix(param) or any(pattern.match(module) for pattern in kept):
             return ()
+        if quantization.name == "INT4" and param.shape[-1] % parts[1].per_column:
+            rule = f"must divide the {param.shape[-1]} columns of {module}"
+            where = "quantization_config: group_size"
+            raise ArchError("TT202", where, rule, value=parts[1].per_column)
         return parts
 
     return of

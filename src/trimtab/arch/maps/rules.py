@@ -60,6 +60,7 @@ class WeightMap:
         never_quantised: shell patterns of released module names that quantised releases of the
             family leave as they are.
         mtp_tables: multi-token prediction layers repeat the input table and the head.
+        carried: prefixes of released tensors that no verb reads and every copy keeps.
     """
 
     rules: tuple[Rule, ...]
@@ -67,6 +68,7 @@ class WeightMap:
     float_dtypes: tuple[str, ...] = ()
     never_quantised: tuple[str, ...] = ()
     mtp_tables: bool = False
+    carried: tuple[str, ...] = ()
 
 
 def stored_for(
@@ -106,7 +108,7 @@ def original(name: str, rules: Sequence[Rule]) -> tuple[str, tuple[int, ...]] | 
         None where no rule produces the name.
     """
     for rule in rules:
-        suffix = "" if rule.part == "whole" else r"\.weight(_packed|_scale)?"
+        suffix = "" if rule.part == "whole" else r"\.weight(_packed|_scale|_shape)?"
         match = re.fullmatch(_pattern(rule.stored) + suffix, name)
         if match is not None:
             fields = match.groupdict()
@@ -155,23 +157,24 @@ _ONE = (1, 1)
 # Suffix, shape, dtype, transform and block of one stored tensor.
 _Form = tuple[str, tuple[int, ...], str, Transform, tuple[int, int]]
 # Declared tensors of a quantised matrix -> what they are to the codec.
-_READABLE: dict[tuple[str, str], Transform] = {
-    (".weight", "F8_E4M3"): "fp8_values", (".weight_scale_inv", "F32"): "fp8_scale",
+_READABLE: dict[tuple[tuple[str, str], ...], tuple[Transform, ...]] = {
+    ((".weight", "F8_E4M3"), (".weight_scale_inv", "F32")): ("fp8_values", "fp8_scale"),
+    ((".weight_packed", "I32"), (".weight_scale", "BF16"), (".weight_shape", "I32")):
+        ("int4_packed", "int4_scale", "int4_shape"),
 }
 
 
 def _forms(parts: Sequence[StoredPart], shape: tuple[int, ...]) -> tuple[_Form, ...]:
-    readable = all((part.suffix, part.dtype) in _READABLE for part in parts)
-
-    def transform(part: StoredPart) -> Transform:
-        if readable:
-            return _READABLE[part.suffix, part.dtype]
-        return "foreign_values" if part.kind == "values" else "foreign_scale"
-
+    declared = tuple((part.suffix, part.dtype) for part in parts)
+    transforms = _READABLE.get(declared) or tuple(_foreign(part) for part in parts)
     return tuple(
-        (part.suffix, part.shape(*shape), part.dtype, transform(part), part.block)
-        for part in parts
+        (part.suffix, part.shape(*shape), part.dtype, transform, part.block)
+        for part, transform in zip(parts, transforms, strict=True)
     )
+
+
+def _foreign(part: StoredPart) -> Transform:
+    return "foreign_values" if part.kind == "values" else "foreign_scale"
 
 
 def _expert_forms(param: ParamSpec, tail: tuple[int, ...]) -> tuple[_Form, ...]:
@@ -180,7 +183,8 @@ def _expert_forms(param: ParamSpec, tail: tuple[int, ...]) -> tuple[_Form, ...]:
         return ((".weight", (rows, columns), param.dtype, "same", _ONE),)
     return (
         (".weight_packed", (rows, columns // 2), "U8", "mxfp4_packed", _ONE),
-        (".weight_scale", (rows, columns // _MXFP4_GROUP), "U8", "mxfp4_scale", _ONE),
+        (".weight_scale", (rows, columns // _MXFP4_GROUP), "U8", "mxfp4_scale",
+         (1, _MXFP4_GROUP)),
     )
 
 

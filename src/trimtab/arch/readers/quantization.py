@@ -1,7 +1,7 @@
 """quantization_config of a config.json -> the stored form of its matrices.
 
-Knows: the declarations of block-scaled FP8, and by name those that Trimtab cannot read: NVFP4,
-MXFP4 outside its own family, INT4 and W4A8. Does not know: any family.
+Knows: the declarations of block-scaled FP8 and INT4 in groups, and by name those that Trimtab
+cannot read: NVFP4, MXFP4 outside its own family, other INT4 and W4A8. Does not know: any family.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ def _compressed(fields: Fields) -> Quantization:
     """A compressed-tensors declaration, by the first of its groups."""
     groups = fields.section("config_groups")
     group = groups.section(groups.keys()[0])
+    single = len(groups.keys()) == 1
     weights = group.section("weights")
     bits, kind = weights.integer("num_bits"), weights.choice("type", ("int", "float"))
     size = weights.optional_integer("group_size", minimum=-1) or 0
@@ -90,9 +91,21 @@ def _compressed(fields: Fields) -> Quantization:
         eight = False
         if group.present("input_activations"):
             eight = group.section("input_activations").integer("num_bits") == 8
-        return Quantization("W4A8" if eight else "INT4", _packed_int4(max(size, 1)), keeps)
+        if eight or not single or size < 2 or not _reads_int4(fields, group, weights):
+            return Quantization("W4A8" if eight else "INT4", _packed_int4(max(size, 1)), keeps)
+        parts = (*_packed_int4(size), StoredPart(".weight_shape", "I32", kind="shape"))
+        return Quantization("INT4", parts, keeps, readable=True)
     rule = f"{bits}-bit {kind} weights are not a stored form that Trimtab knows"
     raise weights.fail("num_bits", rule)
+
+
+def _reads_int4(fields: Fields, group: Fields, weights: Fields) -> bool:
+    """Whether INT4 weights lie as Trimtab reads them: packed in order, symmetric, weights only."""
+    symmetric = weights.boolean("symmetric", default=True)
+    in_order = not weights.present("actorder")
+    plain = not group.present("input_activations") and not group.present("output_activations")
+    layout = fields.word("format") if fields.present("format") else None
+    return symmetric and in_order and plain and layout == "pack-quantized"
 
 
 def _packed_int4(group: int) -> tuple[StoredPart, ...]:
