@@ -13,8 +13,6 @@ from torch import Tensor
 from trimtab.models.cache import ModelCache
 from trimtab.models.tape import ChoiceTape
 from trimtab.ops.attention.blockwise import PackBorders, pack_borders
-from trimtab.ops.kda.chunk import CHUNK
-from trimtab.ops.kda.layout import ChunkLayout, chunk_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +137,6 @@ class ForwardContext:
         """[T] int64, 0..N-1."""
         counts = torch.tensor(self.lengths, device=self.device)
         return torch.repeat_interleave(torch.arange(len(self.lengths), device=self.device), counts)
-
-    @cached_property
-    def chunks(self) -> ChunkLayout:
-        """Chunk layout for linear attention."""
-        return chunk_layout(self.lengths, CHUNK, self.device)
 
     def choose(self, layer: int, kind: str, compute: Callable[[], Tensor]) -> Tensor:
         """A discrete choice, through the tape if there is one."""

@@ -106,7 +106,7 @@ class KDA(nn.Module):
         batch = (y.unsqueeze(0) for y in (q, k, v, g, beta))
         o, final = self.ops.kda(
             *batch, scale, state, cache is not None, ctx.cu_seqlens,
-            gate_bound=self.spec.gate_lower_bound, layout=ctx.chunks,
+            gate_bound=self.spec.gate_lower_bound,
         )
         if cache is not None:
             cache.state = final

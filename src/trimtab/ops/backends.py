@@ -15,8 +15,8 @@ from torch import Tensor
 from trimtab.errors import ConfigError
 from trimtab.ops.attention.blockwise import PackBorders, blockwise_attention
 from trimtab.ops.attention.reference import attention_reference
-from trimtab.ops.kda.chunk import kda_chunk
-from trimtab.ops.kda.layout import ChunkLayout
+from trimtab.ops.kda import chunk as kda_chunked
+from trimtab.ops.kda import native as kda_compiled
 from trimtab.ops.kda.reference import kda_reference
 from trimtab.ops.packed import DECODE
 from trimtab.ops.registry import Implementation, OpCase, Operator
@@ -68,13 +68,6 @@ def _kda_case(q: Tensor, k: Tensor, v: Tensor, *args: object, **kwargs: object) 
     return OpCase(q.device.type, q.dtype, {"B": b, "T": t, "H": h, "K": key, "V": v.shape[-1]})
 
 
-def _kda_reference(
-    *args: Tensor, gate_bound: float | None = None, layout: ChunkLayout | None = None, **kwargs: object
-) -> KDAResult:
-    del gate_bound, layout  # what the chunked form needs and the equation does not
-    return kda_reference(*args, **kwargs)  # type: ignore[arg-type]  # same signature, forwarded
-
-
 def _attention_case(q: Tensor, k: Tensor, v: Tensor, *args: object, **kwargs: object) -> OpCase:
     t, h, key = q.shape
     return OpCase(q.device.type, q.dtype, {"T": t, "H": h, "K": key, "V": v.shape[-1]})
@@ -98,7 +91,15 @@ def _attention_blockwise(
 
 _KDA: Operator[..., KDAResult] = Operator(
     "kda", _kda_case,
-    (Implementation("chunk", kda_chunk), Implementation("reference", _kda_reference)),
+    (
+        Implementation(
+            "native", kda_compiled.kda_native, kda_compiled.supports, kda_compiled.workspace_bytes
+        ),
+        Implementation(
+            "chunk", kda_chunked.kda_chunk, workspace_bytes=kda_chunked.workspace_bytes
+        ),
+        Implementation("reference", kda_reference),
+    ),
     {"B": 1, "T": 4096, "H": 8, "K": 128, "V": 128},
 )
 _ATTENTION: Operator[..., Tensor] = Operator(

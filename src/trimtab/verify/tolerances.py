@@ -39,6 +39,8 @@ TOLERANCES: dict[str, Tolerance] = {
     "kda.gradients.float32": Tolerance(1e-4, 2e-6),
     "kda.output.float32.hard": Tolerance(2e-5, 2e-6),
     "kda.gradients.float32.hard": Tolerance(2e-4, 2e-5),
+    # KDA with q, k, v, o and their gradients in bfloat16 against the same values in float32.
+    "kda.bfloat16": Tolerance(2**-8, 2e-3),
     # Blockwise attention, grouped experts, chunked cross-entropy against their references.
     "attention.float64": Tolerance(1e-12, 1e-15),
     "attention.float32": Tolerance(1e-5, 6e-7),

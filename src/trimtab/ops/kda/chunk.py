@@ -1,42 +1,54 @@
-"""KDA in chunks of C tokens: matrix products inside a chunk, a scan over chunks.
+"""KDA in chunks of C tokens by PyTorch: matrix products inside a chunk, a scan over chunks.
 
-With G the inclusive cumulative sum of g inside a chunk and S the state before it:
+With G the inclusive cumulative sum of g inside a chunk, S the state before it and P, M the decayed
+products of `scores`:
 
-    L_ij = beta_i sum_d k_i k_j exp(G_i - G_j)    (j < i)
-    P_ij = sum_d q_i k_j exp(G_i - G_j)           (j <= i)
+    L    = diag(beta) M
     (I + L) [U | W] = [beta v | beta k exp(G)]
     v'   = U - W S
     o    = (q exp(G)) S + P v'
     S   <- diag(exp(G_C)) S + (k exp(G_C - G))^T v'
 
-Every decay is the exp of a difference that is not positive, found by recursive halving: between
-two halves of a block the reference is the last row of the first half. That is exact for any gate.
-Where the caller states a bound on g, the innermost blocks of 16 rows use one product with the
-middle row as reference instead; with |g| <= 5 its exponents stay within 40.
+Forward and backward go through the pack block by block (`blocks`), so that what they hold beside
+inputs and outputs does not grow with T; backward begins each segment with its saved state and runs
+it forward again. The decay needs no gradient tensors of its own:
 
-Letters: M chunks, C chunk, H heads, K key dim, V value dim, N sequences.
+    dG = q dq + k (dk_rows - dk_columns),  dg = its sum over later rows of the chunk.
+
+Letters: J chunks and G sequences of a block, H heads, C chunk, K key dim, V value dim.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from trimtab.ops.kda.layout import ChunkLayout, chunk_layout
+from trimtab.ops.kda.blocks import Block, groups, segments
+from trimtab.ops.kda.check import check_kda
+from trimtab.ops.kda.pair import (
+    CHUNK,
+    GATE_FLOOR,
+    Gradients,
+    Segments,
+    define_pair,
+    run_pair,
+)
+from trimtab.ops.kda.scores import bounded, scores, scores_backward
 from trimtab.ops.precision import island_dtype
+from trimtab.ops.registry import OpCase
 
-CHUNK = 32
-# exp(-80) is far below float32 resolution of the retained state: a harder gate changes nothing.
-GATE_FLOOR = -80.0
-_BLOCK = 16
-_BLOCK_EXPONENT = 40.0
+_SEGMENT_CHUNKS = 16
+_SEGMENTS = Segments(_SEGMENT_CHUNKS * CHUNK)
+# Chunks times heads of a block: enough for batched products, few enough for the cache.
+_BATCH = 128
 
 
 def kda_chunk(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float,
     initial_state: Tensor | None = None, output_final_state: bool = False,
     cu_seqlens: Tensor | None = None, *, gate_bound: float | None = None,
-    layout: ChunkLayout | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rule in chunks; arguments and results as `kda_reference`.
 
@@ -51,121 +63,167 @@ def kda_chunk(
         output_final_state: also return the final states.
         cu_seqlens: [N+1] int; then B is 1.
         gate_bound: promise that g >= gate_bound.
-        layout: the chunk layout of these sequences, if the caller already has it.
+
+    Raises:
+        OperatorError: TT111, an argument is wrong.
     """
-    if layout is None:
-        layout = chunk_layout(_lengths(k, cu_seqlens), CHUNK, k.device)
+    check_kda(q, k, v, g, beta, initial_state, cu_seqlens)
+    return run_pair(
+        _KERNEL, q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens, gate_bound
+    )
+
+
+def workspace_bytes(case: OpCase) -> int:
+    """Arrays of one block in the backward pass, the larger one, and the states kept for it."""
+    shapes = case.shapes
+    tokens, heads, key, value = (shapes[letter] for letter in "THKV")
+    states = _SEGMENTS.rows(shapes["B"] * tokens, shapes["B"]) * heads * key * value
+    chunks = max(heads * min(_SEGMENT_CHUNKS, -(-tokens // CHUNK)), _BATCH)
+    block = CHUNK * (32 * key + 12 * value + 10 * CHUNK) + 5 * key * value
+    return torch.promote_types(case.dtype, torch.float32).itemsize * (chunks * block + states)
+
+
+class _Chunks(NamedTuple):
+    """What one block's forward computes before its scan; [J, G, H, C, *] unless noted."""
+
+    q: Tensor  # scaled
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor  # [..., 1]
+    cum: Tensor
+    P: Tensor  # [..., C, C]
+    M: Tensor  # [..., C, C]
+    U: Tensor
+    W: Tensor
+    grown: Tensor  # exp(G)
+    left: Tensor  # exp(G_C - G)
+
+    @property
+    def carry(self) -> Tensor:
+        """[J, G, H, K, 1]: decay of the state over a chunk."""
+        return self.grown[..., -1:, :].mT
+
+
+def _prepare(
+    block: Block, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, fast: bool
+) -> _Chunks:
     dtype = island_dtype(g)
-    c, heads = layout.chunk_size, k.shape[2]
-    qc, kc, vc, gc = (_to_chunks(x, layout, dtype) for x in (q, k, v, g))  # [M, H, C, *]
-    pad = layout.valid.view(-1, 1, c, 1)
-    bc = _to_chunks(beta.unsqueeze(-1), layout, dtype) * pad
-    # Padded slots neither decay nor write: g = 0 and beta = 0 leave the state as it is.
-    cum = torch.cumsum(gc.clamp(min=GATE_FLOOR) * pad, 2)
-    grown, last = torch.exp(cum), cum[:, :, -1:]
-    fast = gate_bound is not None and -gate_bound * (_BLOCK // 2) <= _BLOCK_EXPONENT
-    qc = qc * scale
-    scores = _decayed_products(torch.stack((qc, kc)), kc, cum, c, fast)
-    inside, lower = scores[0].tril(), (bc * scores[1]).tril(-1)
-    rhs = torch.cat((bc * vc, bc * kc * grown), -1)
-    solved = torch.linalg.solve_triangular(lower, rhs, upper=False, unitriangular=True)
-    u, w = solved.split((vc.shape[-1], kc.shape[-1]), -1)
-    kd = (kc * torch.exp(last - cum)).mT
-    carry = torch.exp(last).mT  # [M, H, K, 1]
-    state = _initial(initial_state, layout, (heads, k.shape[-1], v.shape[-1]), dtype, k.device)
-    befores, deltas, final = _scan(u, w, kd, carry, state, layout)
-    out = (qc * grown) @ befores + inside @ deltas
-    flat = out.transpose(1, 2).reshape(-1, heads, v.shape[-1])[layout.scatter]
-    shaped = flat.view(*v.shape).to(v.dtype)
-    return shaped, _restore_order(final, layout) if output_final_state else None
+    # Padded rows neither decay nor write: g = 0 and beta = 0 leave the state as it is.
+    qc, kc, vc, gc, bc = (block.take(x, dtype) for x in (q, k, v, g, beta.unsqueeze(-1)))
+    qc *= scale
+    cum = torch.cumsum(gc.clamp(min=GATE_FLOOR), -2)
+    P, M = scores(qc, kc, cum, fast)
+    grown = torch.exp(cum)
+    rhs = torch.cat((bc * vc, (bc * kc) * grown), -1)
+    solved = torch.linalg.solve_triangular(bc * M, rhs, upper=False, unitriangular=True)
+    U, W = solved.split((vc.shape[-1], kc.shape[-1]), -1)
+    return _Chunks(qc, kc, vc, gc, bc, cum, P, M, U, W, grown, torch.exp(cum[..., -1:, :] - cum))
 
 
-def _lengths(k: Tensor, cu_seqlens: Tensor | None) -> list[int]:
-    if cu_seqlens is None:
-        return [k.shape[1]] * k.shape[0]
-    return torch.diff(cu_seqlens.long()).tolist()
+def _scan(c: _Chunks, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """States before each chunk [J, G, H, K, V], deltas v' [J, G, H, C, V] and the state after."""
+    befores = state.new_empty(c.q.shape[0], *state.shape)
+    deltas = torch.empty_like(c.v)
+    write, carry = (c.k * c.left).mT, c.carry
+    for j in range(c.q.shape[0]):
+        befores[j] = state
+        torch.sub(c.U[j], c.W[j] @ state, out=deltas[j])
+        state = carry[j] * state + write[j] @ deltas[j]
+    return befores, deltas, state
 
 
-def _to_chunks(x: Tensor, layout: ChunkLayout, dtype: torch.dtype) -> Tensor:
-    """[B, T, H, X] -> [M, H, C, X]."""
-    rows = x.flatten(0, 1).to(dtype)[layout.gather]
-    return rows.view(-1, layout.chunk_size, *rows.shape[1:]).transpose(1, 2)
-
-
-def _initial(
-    given: Tensor | None, layout: ChunkLayout, shape: tuple[int, int, int], dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    if given is None:
-        return torch.zeros(len(layout.order), *shape, dtype=dtype, device=device)
-    return given.to(dtype)[layout.order]
-
-
-def _scan(
-    u: Tensor, w: Tensor, kd: Tensor, carry: Tensor, state: Tensor, layout: ChunkLayout
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float,
+    initial_state: Tensor | None, cu_seqlens: Tensor, save: bool, gate_bound: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """States before each chunk [M, H, K, V], deltas v' [M, H, C, V], final states [N, H, K, V]."""
-    befores: list[Tensor] = []
-    deltas: list[Tensor] = []
-    finished: list[Tensor] = []
-    begin = 0
-    for alive in layout.steps:
-        # Sequences are in order of falling length: those that ended are the last ones.
-        finished.append(state[alive:])
-        state = state[:alive]
-        rows = slice(begin, begin + alive)
-        delta = u[rows] - w[rows] @ state
-        befores.append(state)
-        deltas.append(delta)
-        state = carry[rows] * state + kd[rows] @ delta
-        begin += alive
-    finished.append(state)
-    final = torch.cat(finished[::-1])
-    if not befores:
-        return w.new_zeros(0, *state.shape[1:]), u, final
-    return torch.cat(befores), torch.cat(deltas), final
+    borders, fast = cu_seqlens.tolist(), bounded(gate_bound)
+    heads, key = k.shape[1:]
+    states = _SEGMENTS.empty(g, v, len(borders) - 1, save)
+    final = states.new_zeros(len(borders) - 1, heads, key, v.shape[-1])
+    if initial_state is not None:
+        final.copy_(initial_state)
+    out = torch.empty_like(v)
+    for group in groups(borders, heads, _SEGMENT_CHUNKS, _BATCH):
+        for block in segments(group, borders, _SEGMENT_CHUNKS, k.device):
+            members = list(block.sequences)
+            state = final[members]
+            if save:
+                states[_rows(block, borders)] = state
+            c = _prepare(block, q, k, v, g, beta, scale, fast)
+            befores, deltas, final[members] = _scan(c, state)
+            block.put((c.q * c.grown) @ befores + c.P @ deltas, out)
+    return out, final, states
 
 
-def _restore_order(state: Tensor, layout: ChunkLayout) -> Tensor:
-    return state[torch.argsort(layout.order)]
+def _rows(block: Block, borders: list[int]) -> list[int]:
+    return [_SEGMENTS.first(n, borders[n]) + block.segment for n in block.sequences]
 
 
-def _decayed_products(a: Tensor, b: Tensor, cum: Tensor, size: int, fast: bool) -> Tensor:
-    """sum_d a_i b_j exp(G_i - G_j) for j <= i inside blocks of `size` rows; above it arbitrary.
-
-    Args:
-        a: [2, M, H, C, K], two left sides that share the decay.
-        b: [M, H, C, K].
-        cum: [M, H, C, K], cumulative log decay.
-        size: rows per block, a power of two that divides C.
-        fast: blocks of 16 rows may use one product.
-
-    Returns:
-        [2, M, H, C/size, size, size], without the block dimension where size is C.
-    """
-    if fast and size == _BLOCK:
-        out = _block_products(a, b, cum, size)
-    elif size == 1:
-        out = (a * b).sum(-1)[..., None, None]
-    else:
-        out = _halved_products(a, b, cum, size, fast)
-    return out.squeeze(-3) if size == b.shape[-2] else out
-
-
-def _block_products(a: Tensor, b: Tensor, cum: Tensor, size: int) -> Tensor:
-    a, b, cum = (x.unflatten(-2, (-1, size)) for x in (a, b, cum))
-    middle = cum[..., size // 2 : size // 2 + 1, :]
-    return (a * torch.exp(cum - middle)) @ (b * torch.exp(middle - cum)).mT
+def _backward(
+    dout: Tensor, dfinal: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+    scale: float, states: Tensor, cu_seqlens: Tensor, gate_bound: float | None,
+) -> Gradients:
+    borders, fast = cu_seqlens.tolist(), bounded(gate_bound)
+    dq, dk, dv, dg, dbeta = (torch.empty_like(x) for x in (q, k, v, g, beta))
+    dstate = dfinal.clone()
+    for group in groups(borders, k.shape[1], _SEGMENT_CHUNKS, _BATCH):
+        for block in reversed(segments(group, borders, _SEGMENT_CHUNKS, k.device)):
+            members = list(block.sequences)
+            c = _prepare(block, q, k, v, g, beta, scale, fast)
+            befores, deltas, _ = _scan(c, states[_rows(block, borders)])
+            do = block.take(dout, c.q.dtype)
+            found = _block_backward(c, befores, deltas, do, dstate[members], fast)
+            dstate[members] = found[-1]
+            block.put(found[0].mul_(scale), dq)
+            for x, into in zip(found[1:-1], (dk, dv, dg, dbeta.unsqueeze(-1)), strict=True):
+                block.put(x, into)
+    return dq, dk, dv, dg, dbeta, dstate
 
 
-def _halved_products(a: Tensor, b: Tensor, cum: Tensor, size: int, fast: bool) -> Tensor:
-    half = size // 2
-    diagonal = _decayed_products(a, b, cum, half, fast)
-    first, second = diagonal[..., 0::2, :, :], diagonal[..., 1::2, :, :]
-    a, b, cum = (x.unflatten(-2, (-1, size)) for x in (a, b, cum))
-    border = cum[..., half - 1 : half, :]
-    left = a[..., half:, :] * torch.exp(cum[..., half:, :] - border)
-    right = b[..., :half, :] * torch.exp(border - cum[..., :half, :])
-    across = left @ right.mT
-    upper = torch.cat((first, torch.zeros_like(across)), -1)
-    return torch.cat((upper, torch.cat((across, second), -1)), -2)
+def _block_backward(
+    c: _Chunks, befores: Tensor, deltas: Tensor, do: Tensor, dstate: Tensor, fast: bool
+) -> Gradients:
+    """Gradients of q (scaled), k, v, g, beta of a block and of the state before it."""
+    d_deltas, d_afters, dstate = _scan_backward(c, do, dstate)
+    dq = (do @ befores.mT) * c.grown
+    dk_columns = (deltas @ d_afters.mT) * c.left
+    # The decay over the whole chunk: of the state, and of what the chunk writes into it.
+    edge = (d_afters * befores).sum(-1).unsqueeze(-2) * c.grown[..., -1:, :]
+    edge += (c.k * dk_columns).sum(-2, keepdim=True)
+
+    d_solved = torch.cat((d_deltas, -(d_deltas @ befores.mT)), -1)
+    upper = (c.beta * c.M).mT
+    d_rhs = torch.linalg.solve_triangular(upper, d_solved, upper=True, unitriangular=True)
+    d_lower = (d_rhs @ torch.cat((c.U, c.W), -1).mT).tril(-1).neg_()
+    d_values, d_keys = d_rhs.split((c.v.shape[-1], c.k.shape[-1]), -1)
+    d_keys = d_keys * c.grown
+    dbeta = (d_values * c.v).sum(-1, keepdim=True) + (d_keys * c.k).sum(-1, keepdim=True)
+    dbeta += (d_lower * c.M).sum(-1, keepdim=True)
+
+    d_scores = torch.stack(((do @ deltas.mT).tril(), c.beta * d_lower))
+    near = scores_backward(d_scores, c.q, c.k, c.cum, fast)
+    dq += near[0]
+    dk_rows = near[1].addcmul_(c.beta, d_keys)
+    dk_columns += near[2]
+    # No gradient through the floor.
+    d_cum = (c.q * dq).addcmul_(c.k, dk_rows - dk_columns)
+    d_cum[..., -1:, :] += edge
+    dg = d_cum.flip(-2).cumsum(-2).flip(-2).masked_fill_(c.g < GATE_FLOOR, 0)
+    return dq, dk_rows + dk_columns, c.beta * d_values, dg, dbeta, dstate
+
+
+def _scan_backward(c: _Chunks, do: Tensor, dstate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the deltas, of the state after each chunk, and of the state before all."""
+    d_deltas = c.P.mT @ do
+    d_afters = dstate.new_empty(c.q.shape[0], *dstate.shape)
+    read = (c.q * c.grown).mT @ do
+    write, carry, w = c.k * c.left, c.carry, c.W.mT
+    for j in reversed(range(c.q.shape[0])):
+        d_afters[j] = dstate
+        d_deltas[j] += write[j] @ dstate
+        dstate = carry[j] * dstate + read[j] - w[j] @ d_deltas[j]
+    return d_deltas, d_afters, dstate
+
+
+_KERNEL = define_pair("kda_chunk", _forward, _backward, _SEGMENTS)

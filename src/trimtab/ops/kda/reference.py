@@ -18,11 +18,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from trimtab.ops.kda.check import check_kda
+
 
 def kda_reference(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float,
     initial_state: Tensor | None = None, output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, *, gate_bound: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rule by recurrence.
 
@@ -36,10 +38,16 @@ def kda_reference(
         initial_state: [N, H, K, V] or None for zeros.
         output_final_state: also return the state after each sequence.
         cu_seqlens: [N+1] int, borders of the sequences; then B is 1. Without it N is B.
+        gate_bound: promise that g >= gate_bound, which the equation has no use for.
 
     Returns:
         o [B, T, H, V], and the final state [N, H, K, V] or None.
+
+    Raises:
+        OperatorError: TT111, an argument is wrong.
     """
+    del gate_bound
+    check_kda(q, k, v, g, beta, initial_state, cu_seqlens)
     batch, tokens, heads, key_dim = k.shape
     if cu_seqlens is None:
         borders = [(b * tokens, (b + 1) * tokens) for b in range(batch)]
