@@ -34,7 +34,6 @@ from trimtab.checkpoint.load import load_model
 from trimtab.models.context import ForwardContext
 from trimtab.models.lora import inject, lora_parameters
 from trimtab.models.tape import ChoiceTape
-from trimtab.ops.cross_entropy import chunked_cross_entropy
 from trimtab.train.step import clip_gradients
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -100,7 +99,7 @@ def trimtab_step(folder: str, model_name: str, sequences: int, length: int, reco
             [length] * sequences, tape=ChoiceTape() if recompute else None, recompute=recompute
         )
         hidden = model(flat, context)
-        loss = chunked_cross_entropy(hidden[rows], model.head_weight, flat[rows + 1]) / len(rows)
+        loss = model.token_losses(hidden[rows], flat[rows + 1]).mean()
         loss.backward()  # type: ignore[no-untyped-call]  # torch's
         norm = clip_gradients(parameters, None)
         optimizer.step()

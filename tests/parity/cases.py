@@ -25,7 +25,6 @@ from trimtab.checkpoint.load import load_model
 from trimtab.models.context import ForwardContext
 from trimtab.models.decoder import CausalLM
 from trimtab.models.tape import ChoiceTape
-from trimtab.ops.cross_entropy import cross_entropy
 
 LENGTHS = (7, 70)
 GRIDS = (((1, 4, 6),), ((1, 2, 4), (3, 6, 2)))  # frames, rows, columns of the images of a prompt
@@ -245,7 +244,7 @@ def _gradient_error(
         )
         hidden = model(torch.tensor(prompt.ids), ctx)
         places, labels = (torch.tensor(x) for x in zip(*prompt.labels(), strict=True))
-        (cross_entropy(hidden[places], model.head_weight, labels) / len(labels)).backward()
+        model.token_losses(hidden[places], labels).mean().backward()
     worst = 0.0
     for part in parts(arch):
         parameter = _parameter(model, part)

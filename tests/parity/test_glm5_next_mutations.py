@@ -30,6 +30,7 @@ from trimtab.models.indexer import PooledIndexer
 from trimtab.models.mla import MLA
 from trimtab.models.residual import HyperSite
 from trimtab.ops.attention import pooling
+from trimtab.ops.hyper import hyper_write
 from trimtab.verify.tolerances import limit
 
 pytestmark = pytest.mark.parity
@@ -99,10 +100,9 @@ def written(**change: Callable[[Tensor], Tensor]) -> Callable[[CausalLM, Patch],
 
     def write(streams: Tensor, y: Tensor, mix: residual.HyperMix) -> Tensor:
         fields = {name: f(getattr(mix, name)) for name, f in change.items()}
-        return true_write(streams, y, replace(mix, **fields))
+        return hyper_write(streams, y, replace(mix, **fields))
 
-    true_write = residual.hyper_write
-    return lambda model, patch: patch.setattr(residual, "hyper_write", write)
+    return lambda model, patch: patch.setattr(model, "ops", replace(model.ops, hyper_write=write))
 
 
 def rule(**fields: bool) -> Callable[[CausalLM, Patch], None]:

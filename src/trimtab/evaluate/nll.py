@@ -14,13 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from trimtab.data.tokenizer import Tokenizer
 from trimtab.models.context import ForwardContext
 from trimtab.models.decoder import CausalLM
-
-_LOGIT_ROWS = 1024  # rows of logits alive at once
 
 Progress = Callable[[int, int], None]
 
@@ -126,21 +123,10 @@ def _losses(model: CausalLM, batch: Sequence[_Window]) -> list[float]:
     lengths = [len(window.ids) for window in batch]
     ids = torch.tensor([i for window in batch for i in window.ids], device=device)
     hidden = model(ids, ForwardContext.packed(lengths, device))  # [T, D]
-    losses = _token_losses(model, hidden[:-1], ids[1:])
+    losses = model.token_losses(hidden[:-1], ids[1:])
     # The prediction that crosses from one window into the next is nobody's.
     sums, start = [], 0
     for length in lengths:
         sums.append(float(losses[start : start + length - 1].sum(dtype=torch.float64)))
         start += length
     return sums
-
-
-def _token_losses(model: CausalLM, hidden: Tensor, labels: Tensor) -> Tensor:
-    """-log p of each label, [T], in at least float32."""
-    parts = []
-    for start in range(0, hidden.shape[0], _LOGIT_ROWS):
-        rows = slice(start, start + _LOGIT_ROWS)
-        logits = model.logits(hidden[rows])  # [rows, W]
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        parts.append(torch.nn.functional.cross_entropy(wide, labels[rows], reduction="none"))
-    return torch.cat(parts) if parts else hidden.new_zeros(0)

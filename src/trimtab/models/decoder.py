@@ -105,7 +105,7 @@ class CausalLM(nn.Module):
         *, vision: bool = True,
     ) -> None:
         super().__init__()
-        self.arch, self.compute_dtype = arch, compute_dtype
+        self.arch, self.compute_dtype, self.ops = arch, compute_dtype, ops
         d = arch.hidden_size
         self.vision: VisionTower | AxialVisionTower | None = None
         self.projector: Projector | Merger | None = None
@@ -143,7 +143,7 @@ class CausalLM(nn.Module):
             features = self.image_features(input_ids, ctx.images, ctx)
             x = x.index_copy(0, ctx.images.rows, features)
         _observe(ctx, "embed", x)
-        state, selected = start(self.arch, x), None
+        state, selected = start(self.arch, x, self.ops), None
         for index, layer in enumerate(self.layers):
             if ctx.recompute and torch.is_grad_enabled():
                 state, selected = checkpoint(
@@ -189,6 +189,15 @@ class CausalLM(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, D] -> [R, W]."""
         return linear(hidden, self.head_weight)
+
+    def token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """-log p of each label in nats, [R] in at least float32, without all logits at once.
+
+        Args:
+            hidden: [R, D], what `forward` gives.
+            labels: [R] int64; 0 is given where a label is -100.
+        """
+        return self.ops.cross_entropy(hidden, self.head_weight, labels, 0.0)
 
     def new_cache(self, num_sequences: int) -> ModelCache:
         """Empty caches for decoding N sequences."""

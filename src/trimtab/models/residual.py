@@ -7,7 +7,6 @@ The state is an explicit value; nothing in it is changed in place. A layer has t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,8 +15,8 @@ from torch import Tensor, nn
 
 from trimtab.arch.spec import ArchSpec, AttnRes, HyperConnections
 from trimtab.models.linear import RMSNorm, Weight
-from trimtab.ops.hyper import HyperMix, hyper_mix, hyper_write
-from trimtab.ops.residual import attn_res_mix
+from trimtab.ops.backends import OpTable
+from trimtab.ops.hyper import HyperMix
 
 Site = Literal["attention", "ffn"]
 
@@ -51,12 +50,12 @@ class StreamState(ABC):
         """What is shown of the state: [T, D], or [T, S, D] for S parallel streams."""
 
 
-def start(arch: ArchSpec, x: Tensor) -> StreamState:
-    """The state of the embedding rows x, [T, D]."""
+def start(arch: ArchSpec, x: Tensor, ops: OpTable) -> StreamState:
+    """The state of the embedding rows x, [T, D]; reads and writes run through `ops`."""
     if isinstance(arch.residual, AttnRes):
-        return AttnResState(x)
+        return AttnResState(ops, x)
     if isinstance(arch.residual, HyperConnections):
-        return HyperState(x.unsqueeze(1).expand(-1, arch.residual.streams, -1))
+        return HyperState(ops, x.unsqueeze(1).expand(-1, arch.residual.streams, -1))
     return PlainState(x)
 
 
@@ -124,27 +123,29 @@ class AttnResState(StreamState):
     """Attention residuals: a running sum that is mixed with banked ones.
 
     Args:
+        ops: the operators.
         acc: [T, D], the running sum; None right after it was banked.
         bank: frozen rows [T, D].
     """
 
+    ops: OpTable
     acc: Tensor | None
     bank: tuple[Tensor, ...] = ()
 
     def read(self, layer: nn.Module, site: Site) -> tuple[Tensor, StreamState]:
         """The mix at the site; at the first site of a block's first layer the sum is banked."""
-        mixed = _mix(layer, _ATTN_RES[site], self.bank, self.acc)
+        mixed = self._mix(layer, _ATTN_RES[site])
         if site == "attention" and getattr(layer, "starts_block", False):
-            return mixed, AttnResState(None, (*self.bank, self.hidden))
+            return mixed, AttnResState(self.ops, None, (*self.bank, self.hidden))
         return mixed, self
 
     def write(self, y: Tensor) -> StreamState:
         """Add to the running sum."""
-        return AttnResState(y if self.acc is None else self.acc + y, self.bank)
+        return replace(self, acc=y if self.acc is None else self.acc + y)
 
     def finish(self, model: nn.Module) -> Tensor:
         """The mix at the output."""
-        return _mix(model, "output_attn_res", self.bank, self.acc)
+        return self._mix(model, "output_attn_res")
 
     @property
     def hidden(self) -> Tensor:
@@ -152,16 +153,28 @@ class AttnResState(StreamState):
         assert self.acc is not None, "read only after a block has written"
         return self.acc
 
+    def _mix(self, module: nn.Module, prefix: str) -> Tensor:
+        """The running sum mixed with the bank at a site; with an empty bank the sum itself."""
+        if not self.bank:
+            return self.hidden
+        norm, proj = getattr(module, f"{prefix}_norm"), getattr(module, f"{prefix}_proj")
+        rows = [*self.bank] if self.acc is None else [*self.bank, self.acc]
+        dtype = torch.promote_types(rows[0].dtype, torch.float32)
+        query = norm.weight.to(dtype) * proj.weight[0].to(dtype)
+        return self.ops.attn_res(rows, query, norm.eps)
+
 
 @dataclass(frozen=True, slots=True)
 class HyperState(StreamState):
     """Hyper-connections: S parallel streams, all equal to the embedding at first.
 
     Args:
+        ops: the operators.
         streams: [T, S, D].
         mix: how the block that reads now will write; None between blocks.
     """
 
+    ops: OpTable
     streams: Tensor
     mix: HyperMix | None = None
 
@@ -169,13 +182,13 @@ class HyperState(StreamState):
         """A weighted sum of the streams."""
         module = layer.get_submodule(_HYPER[site])
         assert isinstance(module, HyperSite), "built for this residual"
-        x, mix = hyper_mix(self.streams, *module.weights, module.spec)
+        x, mix = self.ops.hyper_read(self.streams, *module.weights, module.spec)
         return x, replace(self, mix=mix)
 
     def write(self, y: Tensor) -> StreamState:
         """Mix the streams among each other and add y to each."""
         assert self.mix is not None, "a block reads before it writes"
-        return HyperState(hyper_write(self.streams, y, self.mix))
+        return HyperState(self.ops, self.ops.hyper_write(self.streams, y, self.mix))
 
     def finish(self, model: nn.Module) -> Tensor:
         """The mean of the streams."""
@@ -215,16 +228,3 @@ def _add_mix(module: nn.Module, prefix: str, d: int, eps: float, dtype: torch.dt
     """The two tensors of one mixing site, `{prefix}_norm` and `{prefix}_proj`."""
     module.add_module(f"{prefix}_norm", RMSNorm(d, eps, dtype))
     module.add_module(f"{prefix}_proj", Weight((1, d), dtype))
-
-
-def _mix(
-    module: nn.Module, prefix: str, bank: Sequence[Tensor], acc: Tensor | None
-) -> Tensor:
-    """The running sum mixed with the bank at a site; with an empty bank the sum itself."""
-    if not bank:
-        assert acc is not None, "a state starts with a running sum"
-        return acc
-    norm, proj = getattr(module, f"{prefix}_norm"), getattr(module, f"{prefix}_proj")
-    rows = [*bank] if acc is None else [*bank, acc]
-    dtype = torch.promote_types(rows[0].dtype, torch.float32)
-    return attn_res_mix(rows, norm.weight.to(dtype) * proj.weight[0].to(dtype), norm.eps)

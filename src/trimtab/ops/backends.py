@@ -15,11 +15,14 @@ from torch import Tensor
 from trimtab.errors import ConfigError
 from trimtab.ops.attention.blockwise import PackBorders, blockwise_attention
 from trimtab.ops.attention.reference import attention_reference
+from trimtab.ops.cross_entropy import CROSS_ENTROPY
+from trimtab.ops.hyper import HYPER_READ, HYPER_WRITE, HyperMix
 from trimtab.ops.kda import chunk as kda_chunked
 from trimtab.ops.kda import native as kda_compiled
 from trimtab.ops.kda.reference import kda_reference
 from trimtab.ops.packed import DECODE
 from trimtab.ops.registry import Implementation, OpCase, Operator
+from trimtab.ops.residual import ATTN_RES
 
 KDAResult = tuple[Tensor, Tensor | None]
 
@@ -32,11 +35,19 @@ class OpTable:
         kda: the gated delta rule; arguments as `kda_chunk`.
         attention: (q, k, v, scale, borders, cu_seqlens, selected) -> [T, H, V].
         packed_decode: (values, scale, form, out) -> out; see `ops.packed`.
+        cross_entropy: arguments as `token_losses_reference`.
+        attn_res: arguments as `attn_res_mix`.
+        hyper_read: arguments as `hyper_mix`.
+        hyper_write: arguments as the function of that name.
     """
 
     kda: Operator[..., KDAResult]
     attention: Operator[..., Tensor]
     packed_decode: Operator[..., Tensor]
+    cross_entropy: Operator[..., Tensor] = CROSS_ENTROPY
+    attn_res: Operator[..., Tensor] = ATTN_RES
+    hyper_read: Operator[..., tuple[Tensor, HyperMix]] = HYPER_READ
+    hyper_write: Operator[..., Tensor] = HYPER_WRITE
 
     def operators(self) -> dict[str, Operator[..., Any]]:
         """Every operator by name."""

@@ -1,78 +1,74 @@
-"""Cross-entropy over a large vocabulary without keeping all logits.
+"""Cross-entropy of next tokens over a large vocabulary.
 
-    loss = sum_r ( logsumexp(W h_r) - (W h_r)[label_r] )
+    lse_r  = logsumexp(W h_r)
+    loss_r = lse_r - (W h_r)[label_r] + z lse_r^2        0 where label_r is IGNORE_INDEX
+
+Letters: R rows, D hidden, W vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from trimtab.ops.checks import check_floating, check_shape, require, values_readable
+from trimtab.ops.fused.cross_entropy import IGNORE_INDEX, fused_token_losses, workspace_bytes
 from trimtab.ops.precision import island_dtype, linear
+from trimtab.ops.registry import Implementation, OpCase, Operator
 
 
-def cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Reference: sum of the token losses.
+def token_losses_reference(
+    hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float = 0.0
+) -> Tensor:
+    """The equation with all logits at once.
 
     Args:
         hidden: [R, D].
         weight: [W, D], the output head.
-        labels: [R] int64, all within 0..W-1.
+        labels: [R] int64, within 0..W-1 or `IGNORE_INDEX`.
+        z_loss: factor of the squared logsumexp, which keeps logits from drifting.
 
     Returns:
-        Scalar in at least float32.
+        [R] in at least float32, nats.
     """
     logits = linear(hidden, weight)
-    return torch.nn.functional.cross_entropy(
-        logits.to(island_dtype(logits)), labels, reduction="sum"
+    wide = logits.to(island_dtype(logits))
+    losses = torch.nn.functional.cross_entropy(
+        wide, labels, ignore_index=IGNORE_INDEX, reduction="none"
     )
+    penalty = z_loss * torch.logsumexp(wide, 1).square()
+    return losses + penalty * (labels != IGNORE_INDEX)
 
 
-def chunked_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int = 1024
-) -> Tensor:
-    """`cross_entropy` with the logits of at most `chunk` rows alive at a time.
+def token_losses_case(
+    hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float = 0.0
+) -> OpCase:
+    """The case of a call, after its arguments were checked.
 
-    The gradient of the hidden rows is computed in the forward pass and scaled in the backward
-    pass, so logits are never computed twice. The head is frozen here: where it needs a gradient
-    the reference runs instead.
-
-    Args:
-        hidden: [R, D].
-        weight: [W, D].
-        labels: [R] int64.
-        chunk: rows per block.
+    Raises:
+        OperatorError: TT111, a shape, dtype or label is wrong.
     """
-    if weight.requires_grad:
-        return cross_entropy(hidden, weight, labels)
-    loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk)  # type: ignore[no-untyped-call]  # torch's
-    return loss
+    del z_loss
+    check_shape("cross_entropy.hidden", hidden, "R D")
+    count, width = hidden.shape
+    check_shape("cross_entropy.weight", weight, "W D", {"D": width})
+    check_shape("cross_entropy.labels", labels, "R", {"R": count})
+    check_floating("cross_entropy.hidden", hidden)
+    require(labels.dtype is torch.int64, "cross_entropy.labels", "must be int64", labels.dtype)
+    if values_readable(labels) and count:
+        wrong = labels[(labels != IGNORE_INDEX) & ((labels < 0) | (labels >= len(weight)))]
+        rule = f"must be within 0..{len(weight) - 1}, or {IGNORE_INDEX} where nothing is supervised"
+        require(not len(wrong), "cross_entropy.labels", rule, wrong[:3].tolist())
+    return OpCase(hidden.device.type, hidden.dtype, {"R": count, "D": width, "W": len(weight)})
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
-        dtype = island_dtype(hidden)
-        head = weight.to(dtype)
-        total = torch.zeros((), dtype=dtype, device=hidden.device)
-        grad = torch.empty_like(hidden) if hidden.requires_grad else None
-        for start in range(0, hidden.shape[0], chunk):
-            rows = slice(start, start + chunk)
-            target = labels[rows].unsqueeze(1)
-            logits = linear(hidden[rows], head).to(dtype)
-            norm = torch.logsumexp(logits, 1, keepdim=True)
-            total += (norm - logits.gather(1, target)).sum()
-            if grad is not None:
-                prob = torch.exp(logits - norm)
-                prob.scatter_add_(1, target, torch.full_like(norm, -1.0))
-                grad[rows] = (prob @ head).to(hidden.dtype)
-        if grad is not None:
-            ctx.save_for_backward(grad)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (grad,) = ctx.saved_tensors
-        return grad * grads[0].to(grad.dtype), None, None, None
+CROSS_ENTROPY: Operator[[Tensor, Tensor, Tensor, float], Tensor] = Operator(
+    "cross_entropy", token_losses_case,
+    (
+        Implementation(
+            "tiles", fused_token_losses, workspace_bytes=lambda case: workspace_bytes(case.shapes)
+        ),
+        Implementation("reference", token_losses_reference),
+    ),
+    {"R": 4096, "D": 7168, "W": 163840},
+)

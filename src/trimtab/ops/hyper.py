@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 
 from trimtab.arch.spec import HyperConnections
+from trimtab.ops.checks import check_shape
+from trimtab.ops.fused.hyper import hyper_read_fwd, hyper_write_fwd, workspace_bytes
 from trimtab.ops.precision import island_dtype
+from trimtab.ops.registry import Implementation, OpCase, Operator
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ def sinkhorn(matrix: Tensor, steps: int, eps: float) -> Tensor:
 def hyper_mix(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, spec: HyperConnections
 ) -> tuple[Tensor, HyperMix]:
-    """The input of a block, and how its output will be written.
+    """Reference: the input of a block, and how its output will be written.
 
     Args:
         streams: [T, S, D].
@@ -79,7 +82,7 @@ def hyper_mix(
 
 
 def hyper_write(streams: Tensor, y: Tensor, mix: HyperMix) -> Tensor:
-    """The streams after a block; the weights are rounded to the activation dtype first.
+    """Reference: the streams after a block; the weights are rounded to the activation dtype first.
 
     Args:
         streams: [T, S, D], as they were read.
@@ -93,3 +96,78 @@ def hyper_write(streams: Tensor, y: Tensor, mix: HyperMix) -> Tensor:
     post, comb = (w.to(streams.dtype).to(dtype) for w in (mix.post, mix.comb))
     mixed = comb.mT @ streams.to(dtype)
     return (mixed + post.unsqueeze(-1) * y.to(dtype).unsqueeze(1)).to(streams.dtype)
+
+
+def _fused_read(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, spec: HyperConnections
+) -> tuple[Tensor, HyperMix]:
+    constants = (spec.sinkhorn_steps, spec.eps, spec.norm_eps)
+    x, post, comb, _, _ = hyper_read_fwd(streams, fn, base, scale, *constants)
+    return x, HyperMix(post, comb)
+
+
+def _fused_write(streams: Tensor, y: Tensor, mix: HyperMix) -> Tensor:
+    out: Tensor = hyper_write_fwd(streams, y, mix.post, mix.comb)
+    return out
+
+
+def _streams_case(name: str, streams: Tensor) -> OpCase:
+    check_shape(f"{name}.streams", streams, "T S D")
+    t, s, d = streams.shape
+    return OpCase(streams.device.type, streams.dtype, {"T": t, "S": s, "D": d})
+
+
+def hyper_read_case(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, spec: HyperConnections
+) -> OpCase:
+    """The case of a read, after its arguments were checked.
+
+    Raises:
+        OperatorError: TT111, a shape is wrong.
+    """
+    case = _streams_case("hyper_read", streams)
+    check_shape("hyper_read.streams", streams, "T S D", {"S": spec.streams})
+    sizes = {"M": spec.num_weights, "SD": spec.streams * case.shapes["D"]}
+    check_shape("hyper_read.fn", fn, "M SD", sizes)
+    check_shape("hyper_read.base", base, "M", sizes)
+    check_shape("hyper_read.scale", scale, "3", {"3": 3})
+    return case
+
+
+def hyper_write_case(streams: Tensor, y: Tensor, mix: HyperMix) -> OpCase:
+    """The case of a write, after its arguments were checked.
+
+    Raises:
+        OperatorError: TT111, a shape is wrong.
+    """
+    case = _streams_case("hyper_write", streams)
+    check_shape("hyper_write.y", y, "T D", case.shapes)
+    check_shape("hyper_write.post", mix.post, "T S", case.shapes)
+    check_shape("hyper_write.comb", mix.comb, "T S S", case.shapes)
+    return case
+
+
+_TYPICAL = {"T": 4096, "S": 4, "D": 4096}
+
+HYPER_READ: Operator[
+    [Tensor, Tensor, Tensor, Tensor, HyperConnections], tuple[Tensor, HyperMix]
+] = Operator(
+    "hyper_read", hyper_read_case,
+    (
+        Implementation(
+            "one_pass", _fused_read, workspace_bytes=lambda case: workspace_bytes(case.shapes)
+        ),
+        Implementation("reference", hyper_mix),
+    ),
+    _TYPICAL,
+)
+HYPER_WRITE: Operator[[Tensor, Tensor, HyperMix], Tensor] = Operator(
+    "hyper_write", hyper_write_case,
+    (
+        Implementation(
+            "one_pass", _fused_write, workspace_bytes=lambda case: workspace_bytes(case.shapes)
+        ),
+        Implementation("reference", hyper_write),
+    ),
+    _TYPICAL,
+)

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from trimtab.ops.checks import check_shape, require
+from trimtab.ops.fused.attn_res import fused_attn_res_mix, workspace_bytes
 from trimtab.ops.precision import island_dtype
+from trimtab.ops.registry import Implementation, OpCase, Operator
 
 
 def attn_res_mix(rows: Sequence[Tensor], query: Tensor, eps: float) -> Tensor:
-    """Mix m rows per token.
+    """Reference: mix m rows per token.
 
         s_j = <query, R_j> / sqrt(mean(R_j^2) + eps)
         p   = softmax_j(s)
@@ -37,3 +40,34 @@ def attn_res_mix(rows: Sequence[Tensor], query: Tensor, eps: float) -> Tensor:
     for weight, row in zip(weights[1:], wide[1:], strict=True):
         out = torch.addcmul(out, weight.unsqueeze(-1), row)
     return out.to(rows[0].dtype)
+
+
+def attn_res_case(rows: Sequence[Tensor], query: Tensor, eps: float) -> OpCase:
+    """The case of a call, after its arguments were checked.
+
+    Raises:
+        OperatorError: TT111, a shape or dtype is wrong.
+    """
+    del eps
+    require(len(rows) > 0, "attn_res.rows", "must hold at least one tensor", len(rows))
+    check_shape("attn_res.rows[0]", rows[0], "T D")
+    tokens, width = rows[0].shape
+    for j, row in enumerate(rows[1:], 1):
+        check_shape(f"attn_res.rows[{j}]", row, "T D", {"T": tokens, "D": width})
+        same = row.dtype is rows[0].dtype
+        require(same, f"attn_res.rows[{j}]", f"must be {rows[0].dtype} as rows[0] is", row.dtype)
+    check_shape("attn_res.query", query, "D", {"D": width})
+    shapes = {"T": tokens, "D": width, "m": len(rows)}
+    return OpCase(rows[0].device.type, rows[0].dtype, shapes)
+
+
+ATTN_RES: Operator[[Sequence[Tensor], Tensor, float], Tensor] = Operator(
+    "attn_res", attn_res_case,
+    (
+        Implementation(
+            "one_pass", fused_attn_res_mix, workspace_bytes=lambda case: workspace_bytes(case.shapes)
+        ),
+        Implementation("reference", attn_res_mix),
+    ),
+    {"T": 4096, "D": 7168, "m": 9},
+)

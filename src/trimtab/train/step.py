@@ -22,13 +22,10 @@ from trimtab.errors import RunError
 from trimtab.models.context import DropoutKey, ForwardContext
 from trimtab.models.decoder import CausalLM
 from trimtab.models.tape import ChoiceTape
-from trimtab.ops.cross_entropy import chunked_cross_entropy
+from trimtab.ops.fused.cross_entropy import IGNORE_INDEX
 from trimtab.train.batch import MicroBatch, micro_batches, on_device
 from trimtab.train.plan import BatchPlan
 from trimtab.train.router_load import RouterLoad
-
-IGNORE_INDEX = -100
-_LOSS_CHUNK = 1024  # rows of logits alive at once
 
 OnNaN = Literal["error", "skip"]
 
@@ -140,4 +137,4 @@ def _loss_sum(
     labels = batch.labels.to(device)
     hidden = model(batch.input_ids.to(device), context)  # [T, D]
     rows = (labels != IGNORE_INDEX).nonzero().squeeze(1)
-    return chunked_cross_entropy(hidden[rows], model.head_weight, labels[rows], chunk=_LOSS_CHUNK)
+    return model.token_losses(hidden[rows], labels[rows]).sum()

@@ -27,7 +27,6 @@ from trimtab.models.context import ForwardContext
 from trimtab.models.decoder import CausalLM
 from trimtab.models.lora import trainable_parameters
 from trimtab.models.tape import ChoiceTape
-from trimtab.ops.cross_entropy import chunked_cross_entropy
 from trimtab.verify.dump import COMPUTE, DumpDtype, check_token_ids
 
 LOSSES_FILE = "losses.json"
@@ -145,4 +144,4 @@ def batch_loss(model: CausalLM, batch: Batch) -> Tensor:
         start += len(ids)
     context = ForwardContext.packed([len(ids) for ids in batch], tape=ChoiceTape(), recompute=True)
     hidden = model(tokens, context)[torch.tensor(rows)]
-    return chunked_cross_entropy(hidden, model.head_weight, labels) / len(labels)
+    return model.token_losses(hidden, labels).mean()

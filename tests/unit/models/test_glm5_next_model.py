@@ -33,7 +33,6 @@ from trimtab.models.full import full_parameters, train_full
 from trimtab.models.generate import generate, stream
 from trimtab.models.lora import disabled, inject, lora_parameters, merge
 from trimtab.models.tape import ChoiceTape
-from trimtab.ops.cross_entropy import chunked_cross_entropy
 from trimtab.verify.dump import DUMP_FILE, write_dump
 from trimtab.verify.merged import check_merge
 
@@ -129,7 +128,7 @@ def test_every_adapted_tensor_gets_a_gradient_recomputed_or_not(
             [len(prompt.ids)], recompute=recompute, tape=ChoiceTape(), images=image_batch([prompt])
         )
         ids = torch.tensor(prompt.ids)
-        loss = chunked_cross_entropy(model(ids, ctx)[:-1], model.head_weight, ids[1:])
+        loss = model.token_losses(model(ids, ctx)[:-1], ids[1:]).sum()
         loss.backward()
         results.append([loss, *(p.grad for p in lora_parameters(model).values())])
     for name, p in lora_parameters(model).items():

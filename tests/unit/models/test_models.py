@@ -25,7 +25,6 @@ from trimtab.models.decoder import CausalLM
 from trimtab.models.generate import generate, stream
 from trimtab.models.lora import disabled, inject, keep_mask, lora_parameters, merge
 from trimtab.models.tape import ChoiceTape
-from trimtab.ops.cross_entropy import chunked_cross_entropy
 
 TEXT = ("vision", "projector")
 
@@ -122,7 +121,7 @@ def test_every_adapted_tensor_gets_a_gradient(model, ids):
     adapt(model, model.arch)
     randomise_b(model)
     hidden = model(ids, ForwardContext.packed([len(ids)]))
-    chunked_cross_entropy(hidden[:-1], model.head_weight, ids[1:]).backward()
+    model.token_losses(hidden[:-1], ids[1:]).sum().backward()
     for name, p in lora_parameters(model).items():
         assert p.grad is not None, name
         assert p.grad.abs().max() > 0, name
@@ -181,7 +180,7 @@ def test_recomputation_gives_the_same_loss_and_gradients_bit_for_bit(model, ids)
             [len(ids)], recompute=recompute, tape=ChoiceTape(),
             token_ids=torch.arange(len(ids)), dropout=DropoutKey(1, 2),
         )
-        loss = chunked_cross_entropy(model(ids, ctx)[:-1], model.head_weight, ids[1:])
+        loss = model.token_losses(model(ids, ctx)[:-1], ids[1:]).sum()
         loss.backward()
         results.append([loss, *(p.grad for p in lora_parameters(model).values())])
     for a, b in zip(*results, strict=True):

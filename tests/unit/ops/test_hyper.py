@@ -9,7 +9,17 @@ import torch
 
 from tests.support.compare import relative_error
 from trimtab.arch.spec import HyperConnections
-from trimtab.ops.hyper import HyperMix, hyper_mix, hyper_write, sinkhorn
+from trimtab.errors import OperatorError
+from trimtab.ops.fused import hyper as fused
+from trimtab.ops.hyper import (
+    HYPER_READ,
+    HYPER_WRITE,
+    HyperMix,
+    hyper_mix,
+    hyper_write,
+    sinkhorn,
+)
+from trimtab.verify.tolerances import limit
 
 SPEC = HyperConnections(streams=4, sinkhorn_steps=20, eps=1e-6, norm_eps=1e-5)
 
@@ -60,14 +70,65 @@ def test_the_last_step_of_sinkhorn_is_the_columns(steps: int) -> None:
 def test_the_write_rounds_its_weights_to_the_activation_dtype() -> None:
     mix = HyperMix(torch.full((1, 4), 1 + 2**-10), torch.eye(4).expand(1, 4, 4) * (1 + 2**-10))
     streams, y = torch.ones(1, 4, 3, dtype=torch.bfloat16), torch.ones(1, 3, dtype=torch.bfloat16)
-    assert torch.equal(hyper_write(streams, y, mix), torch.full_like(streams, 2))
+    for write in (hyper_write, HYPER_WRITE):
+        assert torch.equal(write(streams, y, mix), torch.full_like(streams, 2))
+
+
+def leaves(tokens: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """Streams, fn, base, scale and a block's output."""
+    shapes = ((tokens, 4, 5), (24, 20), (24,), (3,), (tokens, 5))
+    return [draw(*shape).to(dtype).requires_grad_() for shape in shapes]
+
+
+def block(read, write, streams, fn, base, scale, y):
+    x, mix = read(streams, fn, base, scale, SPEC)
+    return write(streams, y * x, mix)
+
+
+def gradients(read, write, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    out = block(read, write, *inputs)
+    grad = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    return [out, *torch.autograd.grad(out, inputs, grad)]
 
 
 def test_every_weight_gets_its_gradient() -> None:
-    leaves = [x.requires_grad_() for x in (draw(3, 4, 5), draw(24, 20), draw(24), draw(3), draw(3, 5))]
+    def run(*inputs: torch.Tensor) -> torch.Tensor:
+        return block(hyper_mix, hyper_write, *inputs)
 
-    def run(streams, fn, base, scale, y):
-        x, mix = hyper_mix(streams, fn, base, scale, SPEC)
-        return hyper_write(streams, y * x, mix)
+    assert torch.autograd.gradcheck(run, leaves(3))
 
-    assert torch.autograd.gradcheck(run, leaves)
+
+@pytest.mark.parametrize("tokens", [0, 1, 63, 65])
+def test_one_pass_equals_the_equation(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "_BLOCK_ELEMENTS", 16 * 20)
+    monkeypatch.setattr(fused, "_SINKHORN_TOKENS", 7)
+    mine = gradients(HYPER_READ, HYPER_WRITE, leaves(tokens))
+    exact = gradients(hyper_mix, hyper_write, leaves(tokens))
+    for found, expected in zip(mine, exact, strict=True):
+        assert relative_error(found, expected) <= limit("residual.float64")
+
+
+def test_one_pass_rounds_to_bfloat16_where_the_equation_does() -> None:
+    mine = gradients(HYPER_READ, HYPER_WRITE, leaves(20, torch.bfloat16))
+    plain = gradients(hyper_mix, hyper_write, leaves(20, torch.bfloat16))
+    for found, expected in zip(mine, plain, strict=True):
+        assert found.dtype is torch.bfloat16
+        assert relative_error(found, expected) <= 2**-6
+
+
+def test_frozen_weights_get_no_gradient() -> None:
+    streams, fn, base, scale, y = leaves(3)
+    fn.requires_grad_(False)
+    block(HYPER_READ, HYPER_WRITE, streams, fn, base, scale, y).sum().backward()
+    assert fn.grad is None and streams.grad is not None and base.grad is not None
+
+
+def test_wrong_arguments_are_named() -> None:
+    streams, fn, base, scale, y = leaves(3)
+    with pytest.raises(OperatorError, match=r"hyper_read.fn .*M=24, SD=20"):
+        HYPER_READ(streams, fn[:, 1:], base, scale, SPEC)
+    with pytest.raises(OperatorError, match=r"hyper_read.streams .*S=4"):
+        HYPER_READ(streams[:, :3], fn, base, scale, SPEC)
+    _, mix = HYPER_READ(streams, fn, base, scale, SPEC)
+    with pytest.raises(OperatorError, match=r"hyper_write.y .*T=3, D=5"):
+        HYPER_WRITE(streams, y[1:], mix)

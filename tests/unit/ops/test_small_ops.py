@@ -1,4 +1,4 @@
-"""MXFP4, short convolution, cross-entropy, residual mix and activations."""
+"""MXFP4, short convolution, residual mix and activations."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from tests.support.compare import relative_error
 from trimtab.ops import mxfp4
 from trimtab.ops.activation import situ, swiglu
 from trimtab.ops.conv import short_conv, short_conv_cached
-from trimtab.ops.cross_entropy import chunked_cross_entropy, cross_entropy
-from trimtab.ops.residual import attn_res_mix
-from trimtab.verify.tolerances import limit
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -91,27 +88,6 @@ def test_convolution_in_pieces_equals_one_pass():
         out, tail = short_conv_cached(x[:, begin:end].flatten(0, 1), weight, tail, where, ids)
         pieces.append(out.view(2, end - begin, 6))
     assert relative_error(torch.cat(pieces, 1), whole) <= 1e-14
-
-
-@pytest.mark.parametrize("chunk", [1, 7, 100])
-def test_chunked_cross_entropy_equals_the_reference(chunk):
-    hidden, weight = draw(30, 8), draw(50, 8, seed=1)
-    labels = torch.arange(30) % 50
-    results = []
-    for op in (cross_entropy, lambda h, w, y: chunked_cross_entropy(h, w, y, chunk)):
-        leaf = hidden.clone().requires_grad_()
-        loss = op(leaf, weight, labels)
-        (3 * loss).backward()
-        results.append((loss, leaf.grad))
-    for found, expected in zip(results[1], results[0], strict=True):
-        assert relative_error(found, expected) <= limit("cross_entropy.float64")
-
-
-def test_attention_residual_mix_equals_the_naive_one():
-    rows = [draw(5, 8, seed=s) for s in range(4)]
-    norm, proj = draw(8, seed=7), draw(1, 8, seed=8)
-    expected = naive_ops.attn_res_mix(rows, norm, proj, 1e-5)
-    assert relative_error(attn_res_mix(rows, norm * proj[0], 1e-5), expected) <= 1e-14
 
 
 def test_situ_has_its_known_values():
