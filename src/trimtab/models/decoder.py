@@ -66,7 +66,7 @@ class DecoderLayer(nn.Module):
         else:
             at = f"layers.{index}.mlp.experts"
             forms = types.packed.get(f"{at}.gate_up"), types.packed.get(f"{at}.down")
-            self.mlp = MoE(spec.ffn, d, index, types.main, types.island, forms, ops.packed_decode)
+            self.mlp = MoE(spec.ffn, d, index, types.main, types.island, ops, forms)
 
     def forward(
         self, state: StreamState, selected: Tensor | None, ctx: ForwardContext

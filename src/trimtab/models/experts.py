@@ -1,6 +1,6 @@
 """Weights of routed experts in a floating dtype; packed ones are `packed.PackedWeight`.
 
-Both give one expert's matrix at a time, so that the packed form is never expanded as a whole.
+The operator reads both one expert at a time, so that the packed form is never expanded as a whole.
 Letters: E experts, F FFN width, D width the experts work on.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from trimtab.ops.moe.grouped import grouped_linear, grouped_linear_frozen
+from trimtab.ops.moe.stored import DenseMatrices
 
 
 class DenseWeight(nn.Module):
@@ -25,30 +25,9 @@ class DenseWeight(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
     @property
-    def out_features(self) -> int:
-        """Rows of one expert's matrix, gate and up together."""
-        return self.weight[0].numel() // self.weight.shape[-1]
-
-    def matrix(self, expert: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """[out, in] of one expert; a view of the weight where it has that dtype already.
-
-        Args:
-            expert: its number.
-            dtype: of the result.
-            out: filled and returned where the dtype has to change.
-        """
-        weight = self.weight[expert].flatten(0, -2)
-        return weight.to(dtype) if out is None or weight.dtype is dtype else out.copy_(weight)
-
-    def block(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
-        """[end - begin, out, in] of a range of experts."""
-        return self.weight[begin:end].flatten(1, -2).to(dtype)
-
-    def apply_grouped(self, x: Tensor, counts: list[int]) -> Tensor:
-        """Rows [R, in], sorted by expert, times their expert's matrix: [R, out]."""
-        if self.weight.requires_grad:
-            return grouped_linear(x, counts, self.weight.flatten(1, -2).to(x.dtype))
-        return grouped_linear_frozen(x, counts, self.out_features, self.matrix)
+    def matrices(self) -> DenseMatrices:
+        """The tensors with what they mean, for operators."""
+        return DenseMatrices(self.weight)
 
     @torch.no_grad()
     def write_dense(self, index: tuple[int, ...], value: Tensor) -> None:

@@ -20,14 +20,8 @@ from trimtab.errors import AdapterError
 from trimtab.models.context import ForwardContext
 from trimtab.models.full import full_modules, full_parameters, merge_full, put_back
 from trimtab.models.linear import Linear
+from trimtab.ops.dropout import keep_mask
 from trimtab.ops.precision import linear
-
-# Odd 64-bit constants for mixing; any odd constants with well spread bits do.
-_MIX_TOKEN, _MIX_FEATURE, _MIX_1, _MIX_2 = (
-    c - (1 << 64)
-    for c in (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-)
-_MASK_BITS = 24
 
 
 class LoRA(nn.Module):
@@ -68,23 +62,6 @@ class LoRA(nn.Module):
         key = name_seed(ctx.dropout.seed, f"{ctx.dropout.step}/{self.fqn}")
         kept = keep_mask(ctx.token_ids, x.shape[-1], key, self.dropout)
         return kept.to(x.dtype) / (1.0 - self.dropout)
-
-
-def keep_mask(token_ids: Tensor, features: int, key: int, rate: float) -> Tensor:
-    """[T, features] bool, False with probability `rate`, a pure function of its arguments.
-
-    Args:
-        token_ids: [T] int64, global token numbers.
-        features: width.
-        key: 63-bit key of module and step.
-        rate: dropout probability.
-    """
-    feature = torch.arange(features, device=token_ids.device)
-    h = token_ids.unsqueeze(1) * _MIX_TOKEN + (feature * _MIX_FEATURE + key)
-    for factor in (_MIX_1, _MIX_2):
-        h = (h ^ ((h >> 31) & 0x1FFFFFFFF)) * factor
-    uniform = (h >> (63 - _MASK_BITS)) & ((1 << _MASK_BITS) - 1)
-    return uniform >= round(rate * (1 << _MASK_BITS))
 
 
 def name_seed(seed: int, name: str) -> int:

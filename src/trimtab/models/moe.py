@@ -11,20 +11,14 @@ from trimtab.models.context import ForwardContext
 from trimtab.models.experts import DenseWeight
 from trimtab.models.linear import Linear, RMSNorm
 from trimtab.models.packed import PackedWeight
-from trimtab.ops.activation import situ, swiglu
+from trimtab.ops.backends import OpTable
+from trimtab.ops.moe.gating import gated
+from trimtab.ops.moe.loop import ExpertCall
 from trimtab.ops.moe.routing import RouterRule, expert_weights, select_experts
-from trimtab.ops.packed import DECODE, Decode
 from trimtab.ops.precision import island_dtype
 
 # How gate and up, and how down stay packed; None where they are decoded.
 ExpertForms = tuple[PackedForm | None, PackedForm | None]
-
-
-def gated_activation(spec: ActivationSpec, gate: Tensor, up: Tensor) -> Tensor:
-    """act(gate, up) as the spec says."""
-    if spec.kind == "situ":
-        return situ(gate, up, spec.beta, spec.linear_beta)
-    return swiglu(gate, up, spec.clamp)
 
 
 class GatedFFN(nn.Module):
@@ -39,7 +33,7 @@ class GatedFFN(nn.Module):
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """[T, D] -> [T, D]."""
-        act = gated_activation(self.activation, self.gate_proj(x, ctx), self.up_proj(x, ctx))
+        act = gated(self.activation, self.gate_proj(x, ctx), self.up_proj(x, ctx))
         y: Tensor = self.down_proj(act, ctx)
         return y
 
@@ -76,45 +70,38 @@ class Experts(nn.Module):
         spec: their number and width.
         width: of their input and output.
         dtype: storage dtype of matrices that are not packed.
+        ops: operators.
         packed: the form that gate and up, and that down, stay packed in.
-        decode: reads a packed matrix.
     """
 
     def __init__(
-        self, spec: MoESpec, width: int, dtype: torch.dtype, packed: ExpertForms = (None, None),
-        decode: Decode = DECODE,
+        self, spec: MoESpec, width: int, dtype: torch.dtype, ops: OpTable,
+        packed: ExpertForms = (None, None),
     ) -> None:
         super().__init__()
-        self.activation = spec.activation
+        self.activation, self.ops = spec.activation, ops
         e, f = spec.num_experts, spec.intermediate_size
         shapes = ((e, 2, f, width), (e, width, f))
         self.gate_up, self.down = (
-            DenseWeight(shape, dtype) if form is None else PackedWeight(shape, form, decode)
+            DenseWeight(shape, dtype) if form is None else PackedWeight(shape, form, ops.packed_decode)
             for shape, form in zip(shapes, packed, strict=True)
         )
         self.num_experts = e
 
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Weighted sum over each token's experts.
 
         Args:
             x: [T, D].
-            ids: [T, A], ascending in each row.
+            ids: [T, A], distinct in each row; those outside [0, E) count for nothing.
             weights: [T, A].
-            counts: rows per expert.
 
         Returns:
             [T, D], summed in at least float32 in ascending expert order.
         """
-        top_k = ids.shape[1]
-        order = torch.argsort(ids.flatten(), stable=True)
-        rows = x[order // top_k]
-        gate, up = self.gate_up.apply_grouped(rows, counts).chunk(2, -1)
-        y = self.down.apply_grouped(gated_activation(self.activation, gate, up), counts)
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-        wide = island_dtype(x)
-        per_token = y[place].view(*ids.shape, -1).to(wide)
-        return (per_token * weights.to(wide).unsqueeze(-1)).sum(1).to(x.dtype)
+        return self.ops.experts(
+            ExpertCall(x, ids, weights, self.gate_up.matrices, self.down.matrices, self.activation)
+        )
 
 
 class MoE(nn.Module):
@@ -125,7 +112,7 @@ class MoE(nn.Module):
 
     def __init__(
         self, spec: MoESpec, d: int, layer: int, dtype: torch.dtype, bias_dtype: torch.dtype,
-        packed: ExpertForms = (None, None), decode: Decode = DECODE,
+        ops: OpTable, packed: ExpertForms = (None, None),
     ) -> None:
         super().__init__()
         self.layer = layer
@@ -133,7 +120,7 @@ class MoE(nn.Module):
         latent = spec.latent
         width = d if latent is None else latent.size
         self.latent_down = None if latent is None else Linear(d, width, dtype)
-        self.experts = Experts(spec, width, dtype, packed, decode)
+        self.experts = Experts(spec, width, dtype, ops, packed)
         self.latent_norm = None
         if latent is not None and latent.norm_eps is not None:
             self.latent_norm = RMSNorm(width, latent.norm_eps, dtype)
@@ -146,12 +133,11 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """[T, D] -> [T, D]."""
         ids, weights = self.router(x, ctx, self.layer)
-        counts = self._tokens_per_expert(ids)
         if ctx.stats is not None:
-            real = counts if ctx.valid is None else self._tokens_per_expert(ids[ctx.valid])
-            ctx.stats(self.layer, real)
+            real = ids if ctx.valid is None else ids[ctx.valid]
+            ctx.stats(self.layer, self._tokens_per_expert(real))
         z = x if self.latent_down is None else self.latent_down(x, ctx)
-        m: Tensor = self.experts(z, ids, weights, counts.tolist())
+        m: Tensor = self.experts(z, ids, weights)
         if self.latent_norm is not None:
             m = self.latent_norm(m)
         if self.latent_up is not None:

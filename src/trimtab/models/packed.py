@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.arch.quantization import PackedForm
-from trimtab.ops.moe.grouped import grouped_linear_frozen
-from trimtab.ops.packed import DECODE, SCALE_DTYPES, Decode, PackedMatrices
+from trimtab.ops.packed import DECODE, SCALE_DTYPES, DecodeOp, PackedMatrices
 
 
 class PackedWeight(nn.Module):
@@ -33,7 +32,7 @@ class PackedWeight(nn.Module):
     """
 
     def __init__(
-        self, shape: tuple[int, ...], form: PackedForm, decode: Decode = DECODE
+        self, shape: tuple[int, ...], form: PackedForm, decode: DecodeOp = DECODE
     ) -> None:
         super().__init__()
         self.shape, self.form = shape, form
@@ -54,7 +53,7 @@ class PackedWeight(nn.Module):
     @property
     def matrices(self) -> PackedMatrices:
         """The tensors with what they mean, for operators."""
-        return PackedMatrices(self.packed, self.scale, self.form, self.num_parts)
+        return PackedMatrices(self.packed, self.scale, self.form, self.num_parts, self._decode)
 
     @property
     def out_features(self) -> int:
@@ -72,11 +71,7 @@ class PackedWeight(nn.Module):
         Raises:
             ValueError: `out` has another shape or dtype.
         """
-        return self.matrices.matrix(expert, dtype, out, self._decode)
-
-    def apply_grouped(self, x: Tensor, counts: list[int]) -> Tensor:
-        """Rows [R, in], sorted by expert, times their expert's matrix: [R, out]."""
-        return grouped_linear_frozen(x, counts, self.out_features, self.matrix)
+        return self.matrices.matrix(expert, dtype, out)
 
     def block(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
         """[end - begin, out, in] of a range of experts."""

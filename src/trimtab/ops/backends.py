@@ -20,7 +20,9 @@ from trimtab.ops.hyper import HYPER_READ, HYPER_WRITE, HyperMix
 from trimtab.ops.kda import chunk as kda_chunked
 from trimtab.ops.kda import native as kda_compiled
 from trimtab.ops.kda.reference import kda_reference
-from trimtab.ops.packed import DECODE
+from trimtab.ops.moe.experts import EXPERTS
+from trimtab.ops.moe.loop import ExpertCall
+from trimtab.ops.packed import DECODE, DecodeOp
 from trimtab.ops.registry import Implementation, OpCase, Operator
 from trimtab.ops.residual import ATTN_RES
 
@@ -39,15 +41,17 @@ class OpTable:
         attn_res: arguments as `attn_res_mix`.
         hyper_read: arguments as `hyper_mix`.
         hyper_write: arguments as the function of that name.
+        experts: the routed experts of a layer, from an `ExpertCall` -> [T, D].
     """
 
     kda: Operator[..., KDAResult]
     attention: Operator[..., Tensor]
-    packed_decode: Operator[..., Tensor]
+    packed_decode: DecodeOp
     cross_entropy: Operator[..., Tensor] = CROSS_ENTROPY
     attn_res: Operator[..., Tensor] = ATTN_RES
     hyper_read: Operator[..., tuple[Tensor, HyperMix]] = HYPER_READ
     hyper_write: Operator[..., Tensor] = HYPER_WRITE
+    experts: Operator[[ExpertCall], Tensor] = EXPERTS
 
     def operators(self) -> dict[str, Operator[..., Any]]:
         """Every operator by name."""

@@ -7,7 +7,6 @@ The equations stand in `mxfp4`, `fp8` and `int4`; the native kernels give the sa
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +18,7 @@ from trimtab.ops.native.library import library, unavailable
 from trimtab.ops.registry import Implementation, OpCase, Operator
 
 # Fills `out` [rows, in] from values and scales of one matrix, and returns it.
-Decode = Callable[[Tensor, Tensor, PackedForm, Tensor], Tensor]
+DecodeOp = Operator[[Tensor, Tensor, PackedForm, Tensor], Tensor]
 NATIVE = "packed"
 _KINDS: dict[str, PackedKind] = {"mxfp4": "mxfp4", "fp8": "fp8", "int4": "int4"}
 SCALE_DTYPES: dict[PackedKind, torch.dtype] = {"mxfp4": torch.uint8, "fp8": torch.float32, "int4": torch.bfloat16}
@@ -121,7 +120,7 @@ def _encode_case(matrix: Tensor, form: PackedForm) -> OpCase:
     )
 
 
-DECODE = Operator(
+DECODE: DecodeOp = Operator(
     "packed_decode", _decode_case,
     (Implementation("native", _decode_native, _native_decodes),
      Implementation("reference", decode_reference)),
@@ -145,12 +144,19 @@ class PackedMatrices:
         form: how they are packed.
         num_parts: matrices that lie above one another in `out`, such as 2 for gate and up; where a
             scale stands for several rows, it never spans two of them.
+        decode: the operator.
     """
 
     packed: Tensor
     scale: Tensor
     form: PackedForm
     num_parts: int
+    decode: DecodeOp = DECODE
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Values and scales."""
+        return (self.packed, self.scale)
 
     @property
     def out_features(self) -> int:
@@ -164,30 +170,29 @@ class PackedMatrices:
 
     @property
     def key(self) -> str:
-        """Form and parts as a word, for operators that take tensors and plain values only.
+        """All but the tensors as a word, for operators that take tensors and plain values only.
 
         See `from_key`.
         """
-        form = self.form
-        return f"{form.kind}:{form.block[0]}x{form.block[1]}:{self.num_parts}"
+        form, ways = self.form, self.decode.implementations
+        forced = ways[0].name if len(ways) == 1 else ""
+        return f"{form.kind}:{form.block[0]}x{form.block[1]}:{self.num_parts}:{forced}"
 
     @classmethod
     def from_key(cls, key: str, packed: Tensor, scale: Tensor) -> PackedMatrices:
         """What `key` says of these tensors."""
-        kind, block, parts = key.split(":")
+        kind, block, parts, forced = key.split(":")
         height, width = (int(size) for size in block.split("x"))
-        return cls(packed, scale, PackedForm(_KINDS[kind], (height, width)), int(parts))
+        decode = DECODE.force(forced) if forced else DECODE
+        return cls(packed, scale, PackedForm(_KINDS[kind], (height, width)), int(parts), decode)
 
-    def matrix(
-        self, expert: int, dtype: torch.dtype, out: Tensor | None = None, decode: Decode = DECODE
-    ) -> Tensor:
+    def matrix(self, expert: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """[out, in] of one expert, decoded into `out` where it is given.
 
         Args:
             expert: its number.
             dtype: of the result.
             out: [out, in] of that dtype, overwritten; what is returned then is `out`.
-            decode: the operator.
 
         Raises:
             ValueError: `out` has another shape or dtype.
@@ -199,9 +204,9 @@ class PackedMatrices:
         elif tuple(out.shape) != wanted or out.dtype is not dtype:
             raise ValueError(f"out ({out.dtype} {list(out.shape)}): must be {dtype} {list(wanted)}")
         if wanted[0] // self.num_parts % self.form.block[0] == 0:
-            return decode(packed, scale, self.form, out)
+            return self.decode(packed, scale, self.form, out)
         # The last scale of a part stands for fewer rows than the others.
         parts = (tensor.chunk(self.num_parts) for tensor in (packed, scale, out))
         for values, scales, target in zip(*parts, strict=True):
-            decode(values, scales, self.form, target)
+            self.decode(values, scales, self.form, target)
         return out

@@ -23,8 +23,9 @@ from trimtab.models.build import build_model
 from trimtab.models.context import DropoutKey, ForwardContext
 from trimtab.models.decoder import CausalLM
 from trimtab.models.generate import generate, stream
-from trimtab.models.lora import disabled, inject, keep_mask, lora_parameters, merge
+from trimtab.models.lora import disabled, inject, lora_parameters, merge
 from trimtab.models.tape import ChoiceTape
+from trimtab.ops.dropout import keep_mask
 
 TEXT = ("vision", "projector")
 
