@@ -78,7 +78,7 @@ def test_the_selections_are_those_of_transformers(case: tuple[CausalLM, Tensor, 
     assert layers == {int(name.split(".")[2]) for name in found if name.startswith("selection.")}
     for layer in layers:
         theirs = visible_sets(found[f"selection.0.{layer}"])
-        assert visible_sets(tape.choices[layer, "selection"]) == theirs
+        assert visible_sets(tape.choices[layer, "selection"].all_positions()) == theirs
         assert len(theirs[-1]) == 12 < LENGTH
 
 
@@ -99,7 +99,9 @@ def test_ties_go_to_the_lowest_position(family: str, tmp_path: Path) -> None:
     model, _ = load_model(tmp_path, base_dtype="fp64", compute_dtype=torch.float64)
     tape = ChoiceTape()
     mine = logits(model, torch.tensor(ids), tape)
-    choices = {layer: s for (layer, kind), s in tape.choices.items() if kind == "selection"}
+    choices = {
+        layer: s.all_positions() for (layer, kind), s in tape.choices.items() if kind == "selection"
+    }
     for selected in choices.values():
         assert visible_sets(selected) == [set(range(min(t + 1, 12))) for t in range(40)]
     # An unused slot of ours names a key the query may not see, which transformers masks.
@@ -209,7 +211,7 @@ def index_not_rotated(model: CausalLM, patch: Patch) -> None:
 
 
 def relu_dropped(model: CausalLM, patch: Patch) -> None:
-    patch.setattr(torch, "relu", lambda x: x)
+    patch.setattr(torch, "relu_", lambda x: x)
 
 
 def key_norm_without_bias(model: CausalLM, patch: Patch) -> None:
@@ -228,7 +230,7 @@ def query_latent_before_its_norm(model: CausalLM, patch: Patch) -> None:
 
 
 def one_key_more(model: CausalLM, patch: Patch) -> None:
-    each(model, Indexer, "spec", lambda s: replace(s, top_k=s.top_k + 1), patch)
+    each(model, Indexer, "rule", lambda r: replace(r, count=r.count + 1), patch)
 
 
 def shared_layers_dense(model: CausalLM, patch: Patch) -> None:

@@ -11,8 +11,8 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from trimtab.models.cache import ModelCache
-from trimtab.models.tape import ChoiceTape
-from trimtab.ops.attention.blockwise import PackBorders, pack_borders
+from trimtab.models.tape import C, ChoiceTape
+from trimtab.ops.attention.packs import PackBorders, pack_borders
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +138,6 @@ class ForwardContext:
         counts = torch.tensor(self.lengths, device=self.device)
         return torch.repeat_interleave(torch.arange(len(self.lengths), device=self.device), counts)
 
-    def choose(self, layer: int, kind: str, compute: Callable[[], Tensor]) -> Tensor:
+    def choose(self, layer: int, kind: str, compute: Callable[[], C]) -> C:
         """A discrete choice, through the tape if there is one."""
         return compute() if self.tape is None else self.tape.choose(layer, kind, compute)

@@ -18,7 +18,7 @@ from trimtab.models.cache import KDACache, MLACache, ModelCache
 from trimtab.models.context import ForwardContext, ImageBatch
 from trimtab.models.kda import KDA
 from trimtab.models.linear import Linear, RMSNorm, Weight
-from trimtab.models.mla import MLA
+from trimtab.models.mla import MLA, Selected
 from trimtab.models.moe import GatedFFN, MoE
 from trimtab.models.residual import StreamState, add_output, add_sites, start, starts_block
 from trimtab.models.vision import Projector, VisionTower, check_images
@@ -69,8 +69,8 @@ class DecoderLayer(nn.Module):
             self.mlp = MoE(spec.ffn, d, index, types.main, types.island, ops, forms)
 
     def forward(
-        self, state: StreamState, selected: Tensor | None, ctx: ForwardContext
-    ) -> tuple[StreamState, Tensor | None]:
+        self, state: StreamState, selected: Selected | None, ctx: ForwardContext
+    ) -> tuple[StreamState, Selected | None]:
         """One layer's effect on the residual stream, and on the selection of sparse attention.
 
         Args:

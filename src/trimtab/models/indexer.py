@@ -13,14 +13,10 @@ from trimtab.models.cache import MLACache
 from trimtab.models.context import ForwardContext
 from trimtab.models.linear import LayerNormWeights, Linear
 from trimtab.models.padded import PaddedTokens
-from trimtab.ops.attention.indexer import index_scores, select_keys, select_mask
-from trimtab.ops.attention.pooling import (
-    PoolRule,
-    pool_keys,
-    pool_starts,
-    select_cached_pools,
-    select_pools,
-)
+from trimtab.ops.attention.indexer import index_scores, select_mask
+from trimtab.ops.attention.pooling import PoolRule, pool_keys, pool_starts, select_cached_pools
+from trimtab.ops.attention.selection import Selection
+from trimtab.ops.backends import OpTable
 from trimtab.ops.norm import layer_norm
 from trimtab.ops.precision import island_dtype, linear
 from trimtab.ops.rope import rotate_head
@@ -32,9 +28,12 @@ Rotation = tuple[Tensor, Tensor]
 class Indexer(nn.Module):
     """Token indexer."""
 
-    def __init__(self, spec: IndexerSpec, d: int, q_in: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: IndexerSpec, d: int, q_in: int, dtype: torch.dtype, ops: OpTable
+    ) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.ops = spec, ops
+        self.rule = PoolRule(1, spec.top_k, tail=False)
         self.wq_b = Linear(q_in, spec.heads * spec.dim, dtype)
         self.wk = Linear(d, spec.dim, dtype)
         self.k_norm = LayerNormWeights(spec.dim, dtype)
@@ -65,15 +64,20 @@ class Indexer(nn.Module):
 
     def keeps_all(self, length: int) -> bool:
         """Whether every query of a sequence of this length keeps all it can see."""
-        return length <= self.spec.top_k
+        return self.rule.keeps_all(length)
 
     @torch.no_grad()
     def select(
         self, x: Tensor, q_latent: Tensor, rotation: Rotation | None, ctx: ForwardContext
-    ) -> Tensor:
-        """[T, S] int32, positions in the pack of the keys each query keeps, -1 in unused slots."""
+    ) -> Selection:
+        """The keys that each query of a pack keeps."""
         q, w = self.queries(x, q_latent, rotation, ctx)
-        return select_keys(q, self.keys(x, rotation, ctx), w, self.spec.top_k, ctx.borders)
+        return self.ops.indexer(q, self.index_keys(x, rotation, ctx), w, self.rule, ctx.borders)
+
+    @torch.no_grad()
+    def index_keys(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
+        """[P, K], what queries of a pack are scored against, one row per token or complete pool."""
+        return self.keys(x, rotation, ctx)
 
     @torch.no_grad()
     def select_cached(
@@ -98,16 +102,16 @@ class Indexer(nn.Module):
         keys = cache.index.append(self.keys(x, rotation, ctx), ctx.sequence_ids, slots, visible.shape[-1])
         q, w = self.queries(x, q_latent, rotation, ctx)
         scores = index_scores(queries.pad(q), keys, queries.pad(w))
-        return select_mask(scores, visible, self.spec.top_k)
+        return select_mask(scores, visible, self.rule.count)
 
 
 class PooledIndexer(Indexer):
     """Indexer over pools of tokens, whose keys a gate and slot biases weigh."""
 
     def __init__(
-        self, spec: IndexerSpec, d: int, q_in: int, dtype: torch.dtype, pool: int
+        self, spec: IndexerSpec, d: int, q_in: int, dtype: torch.dtype, ops: OpTable, pool: int
     ) -> None:
-        super().__init__(spec, d, q_in, dtype)
+        super().__init__(spec, d, q_in, dtype, ops)
         self.rule = PoolRule(pool, spec.top_k // pool, spec.always_select_tail)
         self.index_kpool_compress_ape = nn.Parameter(
             torch.empty(pool, spec.dim, dtype=dtype), requires_grad=False
@@ -116,20 +120,13 @@ class PooledIndexer(Indexer):
             torch.empty(spec.dim, d, dtype=dtype), requires_grad=False
         )
 
-    def keeps_all(self, length: int) -> bool:
-        """Whether every query of a sequence of this length keeps all it can see."""
-        return self.rule.keeps_all(length)
-
     @torch.no_grad()
-    def select(
-        self, x: Tensor, q_latent: Tensor, rotation: Rotation | None, ctx: ForwardContext
-    ) -> Tensor:
-        """[T, S] int32, positions in the pack of the keys each query keeps, -1 in unused slots."""
+    def index_keys(self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext) -> Tensor:
+        """[P, K], one row per complete pool of the pack."""
         starts = pool_starts(ctx.lengths, self.rule.size)
         first = torch.tensor(starts, dtype=torch.int64, device=x.device).unsqueeze(1)
         members = self._members(x, rotation, ctx)[first + torch.arange(self.rule.size, device=x.device)]
-        q, w = self.queries(x, q_latent, rotation, ctx)
-        return select_pools(q, self._pooled(members), w, starts, self.rule, ctx.borders)
+        return self._pooled(members)
 
     @torch.no_grad()
     def select_cached(
@@ -176,7 +173,9 @@ class PooledIndexer(Indexer):
         return pool_keys(keys, gates, self.index_kpool_compress_ape)
 
 
-def build_indexer(spec: IndexerSpec, d: int, q_in: int, dtype: torch.dtype) -> Indexer:
+def build_indexer(
+    spec: IndexerSpec, d: int, q_in: int, dtype: torch.dtype, ops: OpTable
+) -> Indexer:
     """The indexer that a spec says.
 
     Args:
@@ -184,7 +183,8 @@ def build_indexer(spec: IndexerSpec, d: int, q_in: int, dtype: torch.dtype) -> I
         d: hidden size.
         q_in: width of what index queries are made of.
         dtype: storage dtype.
+        ops: operators.
     """
     if spec.pool is None:
-        return Indexer(spec, d, q_in, dtype)
-    return PooledIndexer(spec, d, q_in, dtype, spec.pool)
+        return Indexer(spec, d, q_in, dtype, ops)
+    return PooledIndexer(spec, d, q_in, dtype, ops, spec.pool)

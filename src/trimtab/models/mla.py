@@ -1,7 +1,8 @@
 """Multi-head latent attention: plain or gated, dense or over the keys an indexer selects.
 
-Training expands keys and values per head. Decoding caches the normed latent and the shared key
-part only, and absorbs kv_b into the query and the output.
+A pack goes to the attention operator, which expands keys and values per head or absorbs kv_b into
+the query and the output. Decoding caches the normed latent and the shared key part only, and
+absorbs.
 
 A layer whose indexer is shared takes over the selection of the layer before it: the selection is
 an explicit value that goes in and comes out of every layer.
@@ -18,9 +19,14 @@ from trimtab.models.context import ForwardContext
 from trimtab.models.indexer import Rotation, build_indexer
 from trimtab.models.linear import Linear, RMSNorm
 from trimtab.models.padded import PaddedTokens
+from trimtab.ops.attention.operators import LatentKeys
+from trimtab.ops.attention.selection import Selection
 from trimtab.ops.backends import OpTable
 from trimtab.ops.precision import island_dtype
 from trimtab.ops.rope import rope_tables, rotate
+
+# Keys of a pack, or a mask over cached ones.
+Selected = Selection | Tensor
 
 
 class MLA(nn.Module):
@@ -59,11 +65,11 @@ class MLA(nn.Module):
         self.o_proj = Linear(h * spec.v_head_dim, d, dtype)
         self.indexer = None
         if spec.indexer is not None and spec.indexer.share == "full":
-            self.indexer = build_indexer(spec.indexer, d, q_in, dtype)
+            self.indexer = build_indexer(spec.indexer, d, q_in, dtype, ops)
 
     def forward(
-        self, x: Tensor, selected: Tensor | None, ctx: ForwardContext
-    ) -> tuple[Tensor, Tensor | None]:
+        self, x: Tensor, selected: Selected | None, ctx: ForwardContext
+    ) -> tuple[Tensor, Selected | None]:
         """One mixer.
 
         Args:
@@ -72,8 +78,8 @@ class MLA(nn.Module):
             ctx: the pack.
 
         Returns:
-            [T, D], and the keys this layer attended to where it has an indexer: [T, top_k] int32
-            positions in the pack, or a mask [N, t, S] while decoding; None for all visible keys.
+            [T, D], and the keys this layer attended to where it has an indexer: a selection, or a
+            mask [N, t, S] over cached keys; None for all visible keys.
         """
         spec = self.spec
         q_latent = x
@@ -95,6 +101,7 @@ class MLA(nn.Module):
             k_rope = rotate(k_rope, *rotation, spec.rope.layout)
         if ctx.cache is None:
             selected = self._selection(x, q_latent, rotation, selected, ctx)
+            assert not isinstance(selected, Tensor), "packs are not masked"
             o = self._packed(q, latent, k_rope, selected, ctx)
         else:
             o, selected = self._cached(x, q_latent, rotation, q, latent, k_rope, selected, ctx)
@@ -105,23 +112,27 @@ class MLA(nn.Module):
         return y, selected
 
     def _packed(
-        self, q: Tensor, latent: Tensor, k_rope: Tensor, selected: Tensor | None,
+        self, q: Tensor, latent: Tensor, k_rope: Tensor, selection: Selection | None,
         ctx: ForwardContext,
     ) -> Tensor:
-        """[T, H, V] with keys and values expanded per head."""
-        heads = self.spec.num_heads
-        nope, value = self.spec.qk_nope_head_dim, self.spec.v_head_dim
-        kv = self.kv_b_proj(latent, ctx).unflatten(-1, (heads, nope + value))
-        k_nope, v = kv.split((nope, value), -1)
-        k = torch.cat((k_nope, k_rope.unsqueeze(1).expand(-1, heads, -1)), -1)
-        scale = self.spec.softmax_scale
-        return self.ops.attention(q, k, v, scale, ctx.borders, ctx.cu_seqlens, selected)
+        """[T, H, V] of a pack."""
+        spec, kv_b = self.spec, self.kv_b_proj
+        per_head = spec.qk_nope_head_dim + spec.v_head_dim
+        dropped = kv_b.lora is not None and kv_b.lora.dropout > 0 and ctx.dropout is not None
+        keys = LatentKeys(
+            latent, k_rope,
+            lambda: kv_b(latent, ctx).unflatten(-1, (spec.num_heads, per_head)),
+            None if dropped else
+            lambda: kv_b.effective_weight(island_dtype(latent)).unflatten(0, (spec.num_heads, per_head)),
+            spec.v_head_dim,
+        )
+        return self.ops.attention(q, keys, spec.softmax_scale, ctx.borders, selection)
 
     def _selection(
-        self, x: Tensor, q_latent: Tensor, rotation: Rotation | None, before: Tensor | None,
+        self, x: Tensor, q_latent: Tensor, rotation: Rotation | None, before: Selected | None,
         ctx: ForwardContext,
-    ) -> Tensor | None:
-        """Keys of every query of a pack, [T, S] int32; None keeps all it can see."""
+    ) -> Selected | None:
+        """Keys of every query of a pack; None keeps all it can see."""
         if self.spec.indexer is None:
             return None
         indexer = self.indexer
@@ -135,7 +146,7 @@ class MLA(nn.Module):
 
     def _cached(
         self, x: Tensor, q_latent: Tensor, rotation: Rotation | None, q: Tensor, latent: Tensor,
-        k_rope: Tensor, selected: Tensor | None, ctx: ForwardContext,
+        k_rope: Tensor, selected: Selected | None, ctx: ForwardContext,
     ) -> tuple[Tensor, Tensor | None]:
         """[T, H, V] against cached latents, with kv_b absorbed, and the mask [N, t, S] used."""
         assert ctx.cache is not None, "only called while decoding"
@@ -152,6 +163,7 @@ class MLA(nn.Module):
                 x, q_latent, rotation, ctx, cache, queries, visible
             )
         elif self.spec.indexer is not None and selected is not None:
+            assert isinstance(selected, Tensor), "cached keys are masked"
             visible = selected
         o = self._absorbed(queries.pad(q.to(wide)), keys, visible, queries).to(x.dtype)
         return o, None if self.spec.indexer is None else visible

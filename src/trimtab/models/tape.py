@@ -6,12 +6,17 @@ selected keys, never weights: scores are computed again at the taped ids, so tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, TypeVar, cast
 
 from torch import Tensor
 
+from trimtab.ops.attention.selection import Selection
+
+# Expert ids, or the keys that queries attend to.
+Choice = Tensor | Selection
+C = TypeVar("C", bound=Choice)
 Mode = Literal["record", "replay", "force"]
 Key = tuple[int, str]
 
@@ -23,12 +28,12 @@ class ChoiceTape:
     `force` imposes the choices of another run, each of which must be used exactly once.
     """
 
-    def __init__(self, mode: Mode = "record", choices: dict[Key, Tensor] | None = None) -> None:
+    def __init__(self, mode: Mode = "record", choices: Mapping[Key, Choice] | None = None) -> None:
         self.mode: Mode = mode
-        self.choices: dict[Key, Tensor] = {} if choices is None else dict(choices)
+        self.choices: dict[Key, Choice] = {} if choices is None else dict(choices)
         self._used: set[Key] = set()
 
-    def choose(self, layer: int, kind: str, compute: Callable[[], Tensor]) -> Tensor:
+    def choose(self, layer: int, kind: str, compute: Callable[[], C]) -> C:
         """The taped choice, or the result of `compute`, which is then taped.
 
         Raises:
@@ -42,7 +47,7 @@ class ChoiceTape:
         elif key not in self.choices:
             raise RuntimeError(f"choice {key} is not on the tape")
         self._used.add(key)
-        return self.choices[key]
+        return cast(C, self.choices[key])  # a key always holds the kind that was computed for it
 
     def check_all_used(self) -> None:
         """Raise RuntimeError if a forced choice was not used."""

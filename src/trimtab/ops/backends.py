@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from trimtab.errors import ConfigError
-from trimtab.ops.attention.blockwise import PackBorders, blockwise_attention
-from trimtab.ops.attention.reference import attention_reference
+from trimtab.ops.attention.operators import ATTENTION, INDEXER
+from trimtab.ops.attention.selection import Selection
 from trimtab.ops.cross_entropy import CROSS_ENTROPY
 from trimtab.ops.hyper import HYPER_READ, HYPER_WRITE, HyperMix
 from trimtab.ops.kda import chunk as kda_chunked
@@ -35,7 +35,8 @@ class OpTable:
 
     Args:
         kda: the gated delta rule; arguments as `kda_chunk`.
-        attention: (q, k, v, scale, borders, cu_seqlens, selected) -> [T, H, V].
+        attention: (q, keys, scale, borders, selection) -> [T, H, V]; `keys` are `LatentKeys`.
+        indexer: (q, pooled, weights, rule, borders) -> Selection; arguments as `select`.
         packed_decode: (values, scale, form, out) -> out; see `ops.packed`.
         cross_entropy: arguments as `token_losses_reference`.
         attn_res: arguments as `attn_res_mix`.
@@ -46,6 +47,7 @@ class OpTable:
 
     kda: Operator[..., KDAResult]
     attention: Operator[..., Tensor]
+    indexer: Operator[..., Selection]
     packed_decode: DecodeOp
     cross_entropy: Operator[..., Tensor] = CROSS_ENTROPY
     attn_res: Operator[..., Tensor] = ATTN_RES
@@ -67,7 +69,7 @@ def build_ops(overrides: Mapping[str, str] | None = None) -> OpTable:
     Raises:
         ConfigError: TT102, an operator or implementation that does not exist.
     """
-    table = OpTable(_KDA, _ATTENTION, DECODE)
+    table = OpTable(_KDA, ATTENTION, INDEXER, DECODE)
     operators = table.operators()
     forced: dict[str, Any] = {}
     for op, name in (overrides or {}).items():
@@ -83,27 +85,6 @@ def _kda_case(q: Tensor, k: Tensor, v: Tensor, *args: object, **kwargs: object) 
     return OpCase(q.device.type, q.dtype, {"B": b, "T": t, "H": h, "K": key, "V": v.shape[-1]})
 
 
-def _attention_case(q: Tensor, k: Tensor, v: Tensor, *args: object, **kwargs: object) -> OpCase:
-    t, h, key = q.shape
-    return OpCase(q.device.type, q.dtype, {"T": t, "H": h, "K": key, "V": v.shape[-1]})
-
-
-def _attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, borders: PackBorders, cu_seqlens: Tensor,
-    selected: Tensor | None,
-) -> Tensor:
-    del borders
-    return attention_reference(q, k, v, scale, cu_seqlens, selected)
-
-
-def _attention_blockwise(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, borders: PackBorders, cu_seqlens: Tensor,
-    selected: Tensor | None,
-) -> Tensor:
-    del cu_seqlens
-    return blockwise_attention(q, k, v, scale, borders, selected)
-
-
 _KDA: Operator[..., KDAResult] = Operator(
     "kda", _kda_case,
     (
@@ -116,12 +97,4 @@ _KDA: Operator[..., KDAResult] = Operator(
         Implementation("reference", kda_reference),
     ),
     {"B": 1, "T": 4096, "H": 8, "K": 128, "V": 128},
-)
-_ATTENTION: Operator[..., Tensor] = Operator(
-    "attention", _attention_case,
-    (
-        Implementation("blockwise", _attention_blockwise),
-        Implementation("reference", _attention_reference),
-    ),
-    {"T": 4096, "H": 8, "K": 192, "V": 128},
 )

@@ -7,7 +7,7 @@ shape of the call, never by which packages import. Does not know: which operator
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, ParamSpec, TypeVar
 
 import torch
@@ -48,12 +48,18 @@ class Implementation(Generic[P, R]):
         run: computes; every implementation of an operator has the same signature.
         supports: None for a case it can run, else the reason why not, in words.
         workspace_bytes: bytes it allocates for a case beside its inputs and outputs, where known.
+        slower: why a later one is faster for a case, by a cost model, or None; not asked when forced.
     """
 
     name: str
     run: Callable[P, R]
     supports: Callable[[OpCase], str | None] = always
     workspace_bytes: Callable[[OpCase], int] | None = None
+    slower: Callable[[OpCase], str | None] = always
+
+    def refuses(self, case: OpCase) -> str | None:
+        """Why it should not run a case, or None."""
+        return self.supports(case) or self.slower(case)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +109,7 @@ class Operator(Generic[P, R]):
         """
         reason = None
         for implementation in self.implementations:
-            reason = implementation.supports(case)
+            reason = implementation.refuses(case)
             if reason is None:
                 return implementation
         raise ConfigError(
@@ -119,7 +125,7 @@ class Operator(Generic[P, R]):
         """
         for implementation in self.implementations:
             if implementation.name == name:
-                only = (implementation,)
+                only = (replace(implementation, slower=always),)
                 return Operator(self.name, self.case, only, self.typical)
         known = ", ".join(each.name for each in self.implementations)
         raise ConfigError("TT102", f"ops.{self.name}", f"must be one of {known}", value=name)
@@ -128,7 +134,7 @@ class Operator(Generic[P, R]):
         """Every implementation in order, with why it does not run where it does not."""
         found, taken = [], False
         for implementation in self.implementations:
-            reason = implementation.supports(case)
+            reason = implementation.refuses(case)
             chosen = reason is None and not taken
             taken = taken or chosen
             found.append(Choice(implementation.name, chosen, reason))

@@ -19,6 +19,8 @@ from trimtab.models.context import ForwardContext
 from trimtab.models.decoder import CausalLM
 from trimtab.models.mla import MLA
 from trimtab.models.tape import ChoiceTape
+from trimtab.ops.attention.packs import pack_borders
+from trimtab.ops.attention.selection import Selection
 
 EXACT = 1e-12
 TOP_K = 8
@@ -72,8 +74,9 @@ def test_a_shared_layer_uses_the_selection_before_it(
 ) -> None:
     seen = selections_by_layer(model, ids(40), monkeypatch)
     assert seen[0] is seen[1] is seen[2] and seen[3] is seen[4]
-    assert not torch.equal(seen[0], seen[3])
-    assert ((seen[0] >= 0).sum(1) == (torch.arange(40) + 1).clamp(max=TOP_K)).all()
+    kept, other = seen[0].all_positions(), seen[3].all_positions()
+    assert not torch.equal(kept, other)
+    assert ((kept >= 0).sum(1) == (torch.arange(40) + 1).clamp(max=TOP_K)).all()
 
 
 def test_up_to_top_k_tokens_every_layer_is_dense(
@@ -87,9 +90,8 @@ def test_the_tape_holds_one_selection_per_indexer(model: CausalLM) -> None:
     free = logits(model, ids(40), tape=tape)
     assert {layer for layer, kind in tape.choices if kind == "selection"} == {0, 3}
     forced = dict(tape.choices)
-    narrow = torch.full_like(forced[0, "selection"], -1)
-    narrow[:, 0] = torch.arange(40)  # every token sees itself only
-    forced[0, "selection"] = narrow
+    own = torch.arange(40).unsqueeze(1)  # every token sees itself only
+    forced[0, "selection"] = Selection.from_positions(own, pack_borders((40,), own.device))
     changed = logits(model, ids(40), tape=ChoiceTape("force", forced))
     replayed = logits(model, ids(40), tape=ChoiceTape("force", tape.choices))
     assert torch.equal(replayed, free) and not torch.allclose(changed, free, atol=1e-3)

@@ -1,98 +1,253 @@
-"""Blockwise attention and the indexer against their definitions."""
+"""Attention over packs: every implementation against the equation, outputs and all gradients."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from tests.oracles.naive_ops import causal_selection
 from tests.support.compare import relative_error
-from trimtab.ops.attention.blockwise import QUERY_BLOCK, blockwise_attention, pack_borders
-from trimtab.ops.attention.indexer import index_scores, select_keys, select_mask
-from trimtab.ops.attention.reference import attention_reference
+from trimtab.errors import OperatorError
+from trimtab.ops.attention import tile_mask
+from trimtab.ops.attention.cost import gather_us, tile_us
+from trimtab.ops.attention.operators import ATTENTION, LatentKeys
+from trimtab.ops.attention.packs import QUERY_BLOCK, PackBorders, pack_borders
+from trimtab.ops.attention.selection import Selection
+from trimtab.ops.native.library import unavailable
 from trimtab.verify.tolerances import limit
 
-PACKS = ([1], [5, 1], [QUERY_BLOCK], [QUERY_BLOCK + 1, 3], [60, 100, 2])
+PACKS = ([1, 2], [63], [5, 0, 60], [100], [QUERY_BLOCK + 1, 3], [60, 200, 2])
+HEADS, NOPE, SHARED, VALUE, RANK, SCALE = 3, 5, 2, 4, 6, 0.4
+CPU = torch.device("cpu")
+needs_compiler = pytest.mark.skipif(
+    unavailable("attention") is not None, reason=f"native: {unavailable('attention')}"
+)
+FAST = ["tiles", "gather", pytest.param("native", marks=needs_compiler)]
 
 
-def qkv(total: int, dtype: torch.dtype, seed: int = 0):
+@dataclass
+class Case:
+    """Leaves of one pack: queries, latent, shared key part, kv_b."""
+
+    borders: PackBorders
+    leaves: list[Tensor]
+
+    def run(self, name: str, selection: Selection | None, dtype: torch.dtype) -> list[Tensor]:
+        """Output and the gradient of each leaf."""
+        leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in self.leaves]
+        q, latent, shared, weight = leaves
+        keys = LatentKeys(
+            latent, shared, lambda: torch.einsum("tl,hkl->thk", latent, weight), lambda: weight, VALUE
+        )
+        out = ATTENTION.force(name)(q, keys, SCALE, self.borders, selection)
+        out.mul(torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
+        return [out, *(x.grad for x in leaves if x.grad is not None)]
+
+
+def draw(lengths: list[int], seed: int = 0) -> Case:
+    total = sum(lengths)
     generator = torch.Generator().manual_seed(seed)
-    shapes = ((total, 2, 6), (total, 2, 6), (total, 2, 4))
-    return [
-        torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
+    shapes = (
+        (total, HEADS, NOPE + SHARED), (total, RANK), (total, SHARED), (HEADS, NOPE + VALUE, RANK)
+    )
+    leaves = [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return Case(pack_borders(tuple(lengths), CPU), leaves)
+
+
+def some_keys(borders: PackBorders, share: float, *, empty_rows: bool = False) -> Selection:
+    """A random share of the visible keys, no keys at all for every third query on request."""
+    generator = torch.Generator().manual_seed(7)
+    total = borders.total
+    key = torch.arange(total)
+    kept = (key <= key.unsqueeze(1)) & (key >= borders.starts.unsqueeze(1))
+    kept &= torch.rand(total, total, generator=generator) < share
+    kept |= torch.eye(total, dtype=torch.bool)
+    if empty_rows:
+        kept[::3] = False
+    return Selection.from_positions(torch.where(kept, key, -1), borders)
+
+
+@cache
+def by_definition(lengths: tuple[int, ...], share: float | None, empty_rows: bool) -> list[Tensor]:
+    """What the equation gives, in float64."""
+    case = draw(list(lengths))
+    selection = None if share is None else some_keys(case.borders, share, empty_rows=empty_rows)
+    return case.run("reference", selection, torch.float64)
+
+
+@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("lengths", PACKS, ids=str)
+@pytest.mark.parametrize("share", [0.15, 1.0])
+@pytest.mark.parametrize("empty_rows", [False, True])
+def test_outputs_and_gradients_equal_the_reference(
+    name: str, lengths: list[int], share: float, empty_rows: bool
+) -> None:
+    case = draw(lengths)
+    selection = some_keys(case.borders, share, empty_rows=empty_rows)
+    expected = by_definition(tuple(lengths), share, empty_rows)
+    kinds = ("float32",) if name == "native" else ("float64", "float32")
+    for kind in kinds:
+        found = case.run(name, selection, getattr(torch, kind))
+        assert len(found) == len(expected) == 5
+        for a, b in zip(found, expected, strict=True):
+            assert relative_error(a, b) <= limit(f"attention.{kind}")
+
+
+@pytest.mark.parametrize("name", ["tiles", pytest.param("native", marks=needs_compiler)])
+@pytest.mark.parametrize("lengths", PACKS, ids=str)
+def test_without_a_selection_every_visible_key_counts(name: str, lengths: list[int]) -> None:
+    case = draw(lengths)
+    expected = by_definition(tuple(lengths), None, False)
+    kind = "float32" if name == "native" else "float64"
+    for a, b in zip(case.run(name, None, getattr(torch, kind)), expected, strict=True):
+        assert relative_error(a, b) <= limit(f"attention.{kind}")
+
+
+def test_several_heads_share_a_buffer_or_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trimtab.ops.attention import tiles
+
+    case = draw([QUERY_BLOCK + 70])
+    together = case.run("tiles", None, torch.float64)
+    monkeypatch.setattr(tiles, "BUFFER_ELEMENTS", 1)
+    for a, b in zip(case.run("tiles", None, torch.float64), together, strict=True):
+        assert relative_error(a, b) <= limit("attention.float64")
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_documents_of_a_pack_do_not_see_each_other(name: str) -> None:
+    case = draw([70, 90])
+    for selection in (None, some_keys(case.borders, 0.3)):
+        if selection is None and name == "gather":
+            continue  # gathers selected keys only
+        before = case.run(name, selection, torch.float32)
+        changed = draw([70, 90])
+        for leaf in changed.leaves[:3]:
+            leaf[:70] += 1
+        assert torch.equal(changed.run(name, selection, torch.float32)[0][70:], before[0][70:])
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_no_result_depends_on_what_new_memory_holds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = draw([QUERY_BLOCK + 33, 20])
+    selection = some_keys(case.borders, 0.2, empty_rows=True)
+    clean = case.run(name, selection, torch.float32)
+
+    def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def filled(*args: object, **kwargs: object) -> Tensor:
+            made = make(*args, **kwargs)
+            return made.fill_(float("nan")) if made.is_floating_point() else made.fill_(-1)
+
+        return filled
+
+    for owner, attribute in (
+        (torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")
+    ):
+        monkeypatch.setattr(owner, attribute, poisoned(getattr(owner, attribute)))
+    for a, b in zip(case.run(name, selection, torch.float32), clean, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["tiles", pytest.param("native", marks=needs_compiler)])
+def test_key_ranges_that_a_block_does_not_select_are_left_out(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tile_mask, "KEY_RUN", 16)
+    case = draw([3 * QUERY_BLOCK])
+    query = torch.arange(case.borders.total)
+    # What lies next to the query, and something at the start of the sequence.
+    positions = torch.stack((query, query - 1, torch.where(query >= 7, query % 7, -1)), 1)
+    selection = Selection.from_positions(positions, case.borders)
+    last, keys = slice(2 * QUERY_BLOCK, 3 * QUERY_BLOCK), slice(0, 3 * QUERY_BLOCK)
+    runs, _ = tile_mask.block_mask(
+        case.borders, selection, last, keys, torch.float32, name == "native"
+    )
+    assert runs.runs == (slice(0, 16), slice(2 * QUERY_BLOCK - 16, 3 * QUERY_BLOCK))
+    expected = case.run("reference", selection, torch.float64)
+    for a, b in zip(case.run(name, selection, torch.float32), expected, strict=True):
+        assert relative_error(a, b) <= limit("attention.float32")
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_both_forms_of_a_selection_give_the_same(name: str) -> None:
+    case = draw([200])
+    kept = some_keys(case.borders, 0.1)
+    positions = kept.all_positions()
+    listed = Selection(case.borders, kept.width, None, positions)
+    assert kept.bits is not None and listed.bits is None
+    for a, b in zip(
+        case.run(name, kept, torch.float32), case.run(name, listed, torch.float32), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+def test_long_packs_with_few_heads_take_tiles_and_many_heads_gather() -> None:
+    # K3.1-like widths: 128 + 64 channels, values of 128, latents of 512.
+    assert tile_us(8192, 8, 192, 128) < gather_us(2048, 8, 512, 64)
+    assert tile_us(16384, 64, 192, 128) > gather_us(2048, 64, 512, 64)
+    case = draw([100])
+    q, latent, shared, weight = case.leaves
+    keys = LatentKeys(latent, shared, lambda: latent, lambda: weight, VALUE)
+    chosen = ATTENTION.choose(ATTENTION.case(q, keys, SCALE, case.borders, some_keys(case.borders, 0.2)))
+    assert chosen.name == "tiles"
+    dropped = LatentKeys(latent, shared, lambda: latent, None, VALUE)
+    shape = ATTENTION.case(q, dropped, SCALE, case.borders, some_keys(case.borders, 0.2))
+    assert "dropout" in str(ATTENTION.explain(shape)[0].reason)
+
+
+def test_the_flops_of_both_passes_are_counted() -> None:
+    case = draw([QUERY_BLOCK])
+    pairs = QUERY_BLOCK * QUERY_BLOCK * HEADS
+    with FlopCounterMode(display=False) as counter:
+        case.run("tiles", None, torch.float64)
+    counted = {str(k): v for k, v in counter.get_flop_counts()["Global"].items()}
+    assert counted["trimtab.attention_tiles_fwd"] == 2 * pairs * (NOPE + SHARED + VALUE)
+    assert counted["trimtab.attention_tiles_bwd"] == 2 * pairs * (3 * (NOPE + SHARED) + 2 * VALUE)
+
+
+def test_shapes_are_known_without_values() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        case = draw([QUERY_BLOCK + 5])
+        found = case.run("tiles", None, torch.float32)
+    assert [tuple(x.shape) for x in found] == [
+        (QUERY_BLOCK + 5, HEADS, VALUE), *(tuple(x.shape) for x in case.leaves)
     ]
 
 
-def borders_of(lengths: list[int]):
-    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
-    return pack_borders(tuple(lengths), torch.device("cpu")), cu
+BROKEN: dict[str, tuple[Callable[[dict[str, object]], object], str]] = {
+    "queries": (lambda a: a.update(q=a["q"][1:]), "attention.q"),
+    "latent": (lambda a: a.update(latent=a["latent"].long()), "attention.latent"),
+    "shared": (lambda a: a.update(shared=torch.zeros(50, 9)), "attention.shared"),
+    "scale": (lambda a: a.update(scale=0.0), "attention.scale"),
+    "selection": (
+        lambda a: a.update(selection=some_keys(pack_borders((20, 30), CPU), 1.0)), "attention.selection"
+    ),
+}
 
 
-def run(op, tensors):
-    leaves = [x.detach().requires_grad_() for x in tensors]
-    out = op(*leaves)
-    out.mul(torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
-    return [out, *(x.grad for x in leaves)]
+@pytest.mark.parametrize("name", BROKEN)
+def test_wrong_arguments_are_named(name: str) -> None:
+    case = draw([50])
+    arguments: dict[str, object] = {
+        "q": case.leaves[0], "latent": case.leaves[1], "shared": case.leaves[2], "scale": SCALE,
+        "selection": None,
+    }
+    change, where = BROKEN[name]
+    change(arguments)
+    keys = LatentKeys(arguments["latent"], arguments["shared"], lambda: None, None, VALUE)
+    with pytest.raises(OperatorError) as caught:
+        ATTENTION(arguments["q"], keys, arguments["scale"], case.borders, arguments["selection"])
+    assert caught.value.where == where
 
 
-@pytest.mark.parametrize("lengths", PACKS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("top_k", [None, 9])
-def test_blockwise_attention_equals_the_reference(lengths, dtype, top_k):
-    tensors = qkv(sum(lengths), dtype)
-    borders, cu = borders_of(lengths)
-    selected = None
-    if top_k is not None:
-        generator = torch.Generator().manual_seed(3)
-        iq = torch.randn(sum(lengths), 8, 4, generator=generator)
-        ik, w = torch.randn(sum(lengths), 4, generator=generator), torch.rand(sum(lengths), 8)
-        selected = select_keys(iq, ik, w, top_k, borders)
-    wide = [x.double() for x in tensors]
-    expected = run(lambda q, k, v: attention_reference(q, k, v, 0.4, cu, selected), wide)
-    found = run(lambda q, k, v: blockwise_attention(q, k, v, 0.4, borders, selected), tensors)
-    kind = "attention." + str(dtype).removeprefix("torch.")
-    for a, b in zip(found, expected, strict=True):
-        assert relative_error(a, b) <= limit(kind)
-
-
-def test_documents_of_a_pack_do_not_see_each_other():
-    q, k, v = qkv(50, torch.float32)
-    borders, _ = borders_of([20, 30])
-    before = blockwise_attention(q, k, v, 0.4, borders)
-    k[:20] += 1
-    v[:20] += 1
-    after = blockwise_attention(q, k, v, 0.4, borders)
-    assert torch.equal(before[20:], after[20:])
-
-
-@pytest.mark.parametrize("top_k", [1, 7, 64])
-def test_selection_equals_an_independent_one_with_ties(top_k):
-    generator = torch.Generator().manual_seed(5)
-    # Small integers make many equal scores, and ReLU makes many exact zeros.
-    q = torch.randint(-1, 2, (40, 8, 3), generator=generator).double()
-    k = torch.randint(-1, 2, (40, 3), generator=generator).double()
-    w = torch.randint(0, 2, (40, 8), generator=generator).double()
-    borders, _ = borders_of([40])
-    found = select_keys(q, k, w, top_k, borders)
-    expected = causal_selection(index_scores(q, k, w), top_k)
-    for t in range(40):
-        chosen = sorted(i for i in found[t].tolist() if i >= 0)
-        assert chosen == sorted(expected[t])
-
-
-def test_equal_scores_keep_the_lowest_positions():
-    visible = torch.ones(1, 6, dtype=torch.bool)
-    scores = torch.tensor([[0.0, 2.0, 1.0, 1.0, 1.0, 0.0]])
-    assert select_mask(scores, visible, 3).tolist() == [[False, True, True, True, False, False]]
-
-
-def test_selection_never_reaches_another_document():
-    generator = torch.Generator().manual_seed(6)
-    q, k = torch.randn(60, 8, 4, generator=generator), torch.randn(60, 4, generator=generator)
-    borders, _ = borders_of([25, 35])
-    found = select_keys(q, k, torch.rand(60, 8, generator=generator), 10, borders)
-    for t in range(60):
-        ids = found[t][found[t] >= 0]
-        assert ids.min() >= (0 if t < 25 else 25)
-        assert ids.max() <= t
-        assert len(ids) == min(10, t + 1 if t < 25 else t - 24)
+def test_an_empty_pack_gives_nothing() -> None:
+    case = draw([0])
+    for name in ("tiles", "gather"):
+        selection = Selection.from_positions(torch.zeros(0, 2, dtype=torch.int32), case.borders)
+        assert case.run(name, selection, torch.float32)[0].shape == (0, HEADS, VALUE)

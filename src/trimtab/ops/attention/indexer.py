@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trimtab.ops.attention.blockwise import PackBorders, blocks, visible_mask
+from trimtab.ops.attention import native
+from trimtab.ops.attention.packs import QUERY_BLOCK
 
 
 def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
@@ -30,51 +31,54 @@ def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
     return torch.einsum("...ths,...th->...ts", products, weights)
 
 
+class BlockScorer:
+    """Index scores block by block, in two buffers that all blocks share.
+
+    Args:
+        q: [T, H, K] index queries.
+        keys: [S, K] index keys.
+        weights: [T, H].
+        widest: most keys of one block.
+        use_native: whether the compiled kernel adds up heads.
+    """
+
+    def __init__(
+        self, q: Tensor, keys: Tensor, weights: Tensor, widest: int, *, use_native: bool
+    ) -> None:
+        self.q, self.keys, self.weights = q, keys, weights
+        self.native = use_native
+        self._scores, self._products = (q.new_empty(QUERY_BLOCK * widest) for _ in range(2))
+
+    def __call__(self, queries: slice, keys: slice) -> Tensor:
+        """[queries, keys], valid until the next call."""
+        rows, width = queries.stop - queries.start, keys.stop - keys.start
+        scores = self._scores[: rows * width].view(rows, width)
+        products = self._products[: rows * width].view(rows, width)
+        transposed = self.keys[keys].mT
+        scores.zero_()
+        for head in range(self.q.shape[1]):
+            torch.mm(self.q[queries, head], transposed, out=products)
+            weight = self.weights[queries, head]
+            if self.native:
+                native.add_relu(scores, products, weight)
+            else:
+                scores.addcmul_(torch.relu_(products), weight.unsqueeze(1))
+        return scores
+
+
 def select_mask(scores: Tensor, visible: Tensor, top_k: int) -> Tensor:
     """[..., s] bool: the top_k visible keys; all visible ones where there are no more than top_k."""
     if scores.shape[-1] <= top_k:
         return visible
     scores = scores.masked_fill(~visible, float("-inf"))
     threshold = scores.topk(top_k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
-    above = scores > threshold
-    equal = (scores == threshold) & visible
-    room = top_k - above.sum(-1, keepdim=True)
-    return above | (equal & (torch.cumsum(equal, -1) <= room))
-
-
-@torch.no_grad()
-def select_keys(
-    q: Tensor, k: Tensor, weights: Tensor, top_k: int, borders: PackBorders
-) -> Tensor:
-    """Selected keys of every query of a pack, block by block.
-
-    Args:
-        q: [T, H, K], like all three in at least float32.
-        k: [T, K].
-        weights: [T, H].
-        top_k: keys kept per query.
-        borders: of the pack.
-
-    Returns:
-        [T, top_k] int32, ascending positions in the pack, -1 in unused slots.
-    """
-    out = torch.full((q.shape[0], top_k), -1, dtype=torch.int32, device=q.device)
-    for queries, keys in blocks(borders):
-        scores = index_scores(q[queries], k[keys], weights[queries])
-        mask = select_mask(scores, visible_mask(borders, queries, keys), top_k)
-        write_selection(out, mask, queries, keys)
-    return out
-
-
-def write_selection(out: Tensor, mask: Tensor, queries: slice, keys: slice) -> None:
-    """Write the chosen positions of a block of queries, ascending, into their rows of `out`.
-
-    Args:
-        out: [T, S] int32, changed in place.
-        mask: [queries, keys] bool, at most S per row.
-        queries: rows of `out`.
-        keys: positions of the columns of `mask`.
-    """
-    row, column = mask.nonzero(as_tuple=True)
-    slot = (torch.cumsum(mask, 1) - 1)[row, column]
-    out[row + queries.start, slot] = (column + keys.start).to(torch.int32)
+    chosen = (scores >= threshold) & visible
+    # More than top_k only where several share the lowest score; rare, so only those rows are redone.
+    tied = chosen.sum(-1) > top_k
+    if bool(tied.any()):
+        part, at = scores[tied], threshold[tied]
+        equal = (part == at) & visible.expand_as(chosen)[tied]
+        above = part > at
+        room = top_k - above.sum(-1, keepdim=True)
+        chosen[tied] = above | (equal & (torch.cumsum(equal, -1) <= room))
+    return chosen

@@ -1,6 +1,6 @@
 """Pooled keys for the indexer: whole pools of tokens are selected, and the open pool of the query.
 
-Pool j of a sequence holds its tokens jm .. jm + m - 1, counted from the sequence's first token;
+An indexer over tokens is one over pools of a single token. Pool j of a sequence holds its tokens jm .. jm + m - 1, counted from the sequence's first token;
 only complete pools have a key:
 
     kP_j[c] = sum_i softmax_i( u_{jm+i}[c] + b_i[c] ) k_{jm+i}[c]        u gate scores, b slot biases
@@ -11,19 +11,17 @@ all tokens up to itself, if the model says so.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from trimtab.ops.attention.blockwise import PackBorders, blocks
-from trimtab.ops.attention.indexer import index_scores, select_mask, write_selection
+from trimtab.ops.attention.indexer import index_scores, select_mask
 
 
 @dataclass(frozen=True, slots=True)
 class PoolRule:
-    """How keys are pooled and selected.
+    """How keys are pooled and selected; pools of one token make it a token indexer.
 
     Args:
         size: m, tokens per pool.
@@ -42,7 +40,7 @@ class PoolRule:
 
     def keeps_all(self, length: int) -> bool:
         """Whether every query of a sequence of this length keeps all it can see."""
-        return self.tail and length <= self.width
+        return (self.tail or self.size == 1) and length <= self.width
 
     def tail_starts(self, positions: Tensor) -> Tensor:
         """First position of the pool that is still open after the token at each position."""
@@ -76,53 +74,6 @@ def pool_starts(lengths: tuple[int, ...], size: int) -> list[int]:
         found.extend(range(begin, begin + length // size * size, size))
         begin += length
     return found
-
-
-def tail_mask(rule: PoolRule, borders: PackBorders, queries: slice, keys: slice) -> Tensor:
-    """[queries, keys] bool: tokens of the query's own open pool, up to the query."""
-    device = borders.starts.device
-    query = torch.arange(queries.start, queries.stop, device=device)
-    begin = borders.starts[queries]
-    first = begin + rule.tail_starts(query - begin)
-    key = torch.arange(keys.start, keys.stop, device=device)
-    return (key >= first.unsqueeze(1)) & (key <= query.unsqueeze(1))
-
-
-@torch.no_grad()
-def select_pools(
-    q: Tensor, pooled: Tensor, weights: Tensor, starts: list[int], rule: PoolRule,
-    borders: PackBorders,
-) -> Tensor:
-    """Tokens that every query of a pack keeps, block by block; shapes as in `select_keys`.
-
-    Args:
-        q: [T, H, K].
-        pooled: [P, K], one key per complete pool of the pack.
-        weights: [T, H].
-        starts: position of each pool's first token.
-        rule: of the model.
-        borders: of the pack.
-
-    Returns:
-        [T, rule.width] int32, ascending positions in the pack, -1 in unused slots.
-    """
-    out = torch.full((q.shape[0], rule.width), -1, dtype=torch.int32, device=q.device)
-    first = torch.tensor(starts, dtype=torch.int64, device=q.device)
-    slots = torch.arange(rule.size, device=q.device)
-    for queries, keys in blocks(borders):
-        low = bisect_left(starts, keys.start)
-        high = bisect_left(starts, queries.stop - rule.size + 1)
-        begins = first[low:high]
-        query = torch.arange(queries.start, queries.stop, device=q.device).unsqueeze(1)
-        visible = (begins + rule.size - 1 <= query) & (begins >= borders.starts[queries].unsqueeze(1))
-        scores = index_scores(q[queries], pooled[low:high], weights[queries])
-        row, pool = select_mask(scores, visible, rule.count).nonzero(as_tuple=True)
-        mask = torch.zeros(query.shape[0], keys.stop - keys.start, dtype=torch.bool, device=q.device)
-        mask[row.unsqueeze(1), begins[pool].unsqueeze(1) - keys.start + slots] = True
-        if rule.tail:
-            mask |= tail_mask(rule, borders, queries, keys)
-        write_selection(out, mask, queries, keys)
-    return out
 
 
 @torch.no_grad()
