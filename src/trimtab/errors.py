@@ -176,6 +176,13 @@ ERROR_DOCS: dict[str, ErrorDoc] = _docs(
      "Copy the file again; if the source has it too, report it there."),
     ("TT311", "disk too small", "The disk lacks the space that the output needs.",
      "Free space, or write to another disk."),
+    ("TT312", "another conversion",
+     "The output holds a conversion begun from other weights, by another command or another version.",
+     "Remove the output directory and begin again, or restore what the conversion began with."),
+    ("TT313", "layout does not fit", "The model cannot be divided by the degrees that were asked for.",
+     "Choose degrees that divide heads, experts and layers; the message names what does not divide."),
+    ("TT314", "cannot be written", "A disk or an object store refuses to take what is written.",
+     "Check permissions and the store; finished files are kept, run the same command again."),
     # 4xx: data
     ("TT401", "bad record", "A line of a data file is not valid JSON or lacks a needed field.",
      "Mend the line that the message names."),

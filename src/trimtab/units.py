@@ -5,6 +5,8 @@ Knows: formatting of bytes, counts and durations. Does not know: anything else.
 
 from __future__ import annotations
 
+import re
+
 _BINARY = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
 
 
@@ -22,6 +24,26 @@ def format_bytes(num_bytes: float) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
         value /= 1024
     raise AssertionError("unreachable: the last unit always returns")
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes that a text such as `256MiB`, `16 GB` or `4096` means.
+
+    Raises:
+        ValueError: it means none.
+
+    >>> parse_bytes("256MiB")
+    268435456
+    >>> parse_bytes("1.5 GB")
+    1500000000
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGTP]i?)?B?)\s*", text, re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{text!r} is no number of bytes such as 256MiB or 16GB")
+    prefix = (match[2] or "").upper()
+    base = 1024 if prefix.endswith("I") else 1000
+    power = " KMGTP".index(prefix[0]) if prefix else 0
+    return int(float(match[1]) * base**power)
 
 
 def format_count(count: float) -> str:

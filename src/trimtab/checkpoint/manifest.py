@@ -140,23 +140,22 @@ def write_artefact(
     check_output(directory)
     created = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
-    _remove_unfinished(directory)
+    remove_unfinished(directory)
     write_atomic(directory / MARKER_NAME, b"")
     writer = ArtefactWriter(directory, dict(extra or {}))
     try:
         yield writer
     except TrimtabError:
-        _remove_unfinished(directory)
+        remove_unfinished(directory)
         if created and not any(directory.iterdir()):
             directory.rmdir()
         raise
     manifest = Manifest(
-        kind, writer.files, source_fingerprint, inventory_hash, _versions(), writer.extra
+        kind, writer.files, source_fingerprint, inventory_hash, versions(), writer.extra
     )
-    text = json.dumps(asdict(manifest), indent=1, sort_keys=True) + "\n"
-    write_atomic(directory / MANIFEST_NAME, text.encode())
+    write_atomic(directory / MANIFEST_NAME, manifest_bytes(manifest))
     (directory / MARKER_NAME).unlink()
-    _sync_directory(directory)
+    sync_directory(directory)
 
 
 def check_output(dst: str | Path) -> None:
@@ -168,6 +167,11 @@ def check_output(dst: str | Path) -> None:
         return
     raise CheckpointError("TT309", str(path), "already holds something",
                           hint="choose another directory or remove that one")
+
+
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """What stands in manifest.json."""
+    return (json.dumps(asdict(manifest), indent=1, sort_keys=True) + "\n").encode()
 
 
 def mark_unfinished(directory: Path) -> None:
@@ -272,10 +276,11 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
         handle.flush()
         os.fsync(handle.fileno())
     temporary.replace(path)
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory survive a loss of power."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -283,7 +288,7 @@ def _sync_directory(path: Path) -> None:
         os.close(handle)
 
 
-def _remove_unfinished(directory: Path) -> None:
+def remove_unfinished(directory: Path) -> None:
     """Remove what an unfinished writer left: only names in its marker, then the marker."""
     marker = directory / MARKER_NAME
     if not marker.exists():
@@ -297,7 +302,8 @@ def _remove_unfinished(directory: Path) -> None:
     marker.unlink()
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of Trimtab, Python and the packages that matter to files."""
     found = {"python": platform.python_version()}
     for package in ("trimtab", "torch", "safetensors"):
         try:

@@ -16,7 +16,12 @@ MARKER_NAME = ".trimtab-incomplete"
 def refuse_incomplete(directory: Path) -> None:
     """Raise TT305 if the writing of this directory was never finished."""
     if (directory / MARKER_NAME).exists():
-        raise CheckpointError(
-            "TT305", str(directory), "was not written to its end and cannot be read",
-            hint="run the command that writes it again; it starts over by itself",
-        )
+        raise incomplete(str(directory))
+
+
+def incomplete(where: str) -> CheckpointError:
+    """The error of every reader on a directory with a marker."""
+    return CheckpointError(
+        "TT305", where, "was not written to its end and cannot be read",
+        hint="run the command that writes it again; it goes on or starts over by itself",
+    )

@@ -12,8 +12,9 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import IO, Protocol, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -52,11 +53,11 @@ class FileSystem(Protocol):
     def rm_file(self, path: str) -> None:
         """Remove a file."""
 
+    def rm(self, path: str, recursive: bool) -> None:
+        """Remove a directory."""
+
     def open(self, path: str, mode: str, block_size: int) -> IO[bytes]:
         """Open a file for writing."""
-
-    def invalidate_cache(self) -> None:
-        """Forget listings."""
 
 
 def connect(url: str) -> tuple[FileSystem, str]:
@@ -189,6 +190,50 @@ class RemoteStore:
                 break
         return done
 
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file whole.
+
+        Raises:
+            CheckpointError: TT314 if the store refuses.
+        """
+        path = f"{self._path}/{name}"
+        self._ask(name, "TT314", "cannot be written", lambda: self._fs.pipe_file(path, data))
+
+    def remove(self, name: str) -> None:
+        """Remove a file if it exists."""
+        path = f"{self._path}/{name}"
+        with suppress(FileNotFoundError):
+            self._ask(name, "TT314", "cannot be removed", lambda: self._fs.rm_file(path))
+
+    def remove_tree(self, name: str) -> None:
+        """Remove a directory if it exists."""
+        path = f"{self._path}/{name}"
+        with suppress(FileNotFoundError):
+            self._ask(name, "TT314", "cannot be removed", lambda: self._fs.rm(path, recursive=True))
+
+    @contextmanager
+    def upload(self, name: str, part_bytes: int) -> Iterator[IO[bytes]]:
+        """A file being written in parts; it appears when all of it is there, or not at all.
+
+        Raises:
+            CheckpointError: TT314 if the store fails.
+        """
+        where = f"{self.root}/{name}"
+        try:
+            handle = self._fs.open(f"{self._path}/{name}", "wb", block_size=part_bytes)
+            try:
+                yield handle
+            except BaseException:
+                _discard(handle)
+                raise
+            handle.close()
+        except CheckpointError:
+            raise
+        except Exception as error:  # noqa: BLE001  # whatever a store raises
+            rule = f"cannot be written: {_clean(self._url, error)}"
+            hint = "finished files are kept; run the same command again"
+            raise CheckpointError("TT314", where, rule, hint=hint) from None
+
     def _read_range(self, name: str, offset: int, out: memoryview) -> int:
         if not out:
             return 0
@@ -222,6 +267,16 @@ class RemoteStore:
             where = f"{self.root}/{name}" if name else self.root
             rule = f"{rule}: {_clean(self._url, error)}"
             raise CheckpointError(code, where, rule, hint=hint) from None
+
+
+def _discard(handle: IO[bytes]) -> None:
+    """End an upload so that nothing of it appears."""
+    discard = getattr(handle, "discard", None)
+    with suppress(Exception):
+        if discard is not None:
+            discard()
+        # An fsspec file that is garbage collected would upload the rest of its buffer.
+        handle.closed = True  # type: ignore[misc]
 
 
 def retried(call: Callable[[], Value]) -> Value:

@@ -19,7 +19,7 @@ from trimtab.arch.load import unreadable
 from trimtab.checkpoint.files import FileStore, LocalStore
 from trimtab.checkpoint.gguf import GGUFSummary, read_gguf
 from trimtab.checkpoint.headers import TensorEntry, read_header
-from trimtab.checkpoint.marker import refuse_incomplete
+from trimtab.checkpoint.marker import MARKER_NAME, incomplete, refuse_incomplete
 from trimtab.checkpoint.remote import RemoteStore
 from trimtab.errors import ArchError, CheckpointError
 
@@ -39,14 +39,14 @@ class Source:
     """
 
     def __init__(self, store: FileStore, only_file: str | None = None) -> None:
-        self._store = store
+        self.store = store
         self._only_file = only_file
         self._entries: dict[str, TensorEntry] | None = None
 
     @property
     def where(self) -> str:
         """Directory or URL, for messages."""
-        return self._store.root
+        return self.store.root
 
     def config(self) -> dict[str, Any]:
         """The parsed config.json.
@@ -68,7 +68,7 @@ class Source:
 
     def has_file(self, name: str) -> bool:
         """Whether a file of this name is in the directory."""
-        return self._store.size(name) is not None
+        return self.store.size(name) is not None
 
     def read_file(self, name: str, limit: int = MAX_JSON_BYTES) -> bytes:
         """All bytes of a small file such as config.json or tokenizer.json.
@@ -76,13 +76,13 @@ class Source:
         Raises:
             CheckpointError: TT307 if it is missing, TT301 if it is above `limit` bytes.
         """
-        size = self._store.size(name)
+        size = self.store.size(name)
         if size is None:
             raise CheckpointError("TT307", f"{self.where}/{name}", "does not exist")
         if size > limit:
             raise CheckpointError("TT301", f"{self.where}/{name}", f"must be at most {limit} bytes",
                                   value=size)
-        return bytes(self._store.read_at(name, 0, size))
+        return bytes(self.store.read_at(name, 0, size))
 
     def entries(self) -> Mapping[str, TensorEntry]:
         """Every tensor of every weight file, read from the headers once.
@@ -122,7 +122,7 @@ class Source:
     def _read_range(self, entry: TensorEntry, name: str, start: int, out: memoryview) -> None:
         where = f"{self.where}/{entry.file}: {name}"
         try:
-            count = self._store.read_into(entry.file, entry.begin + start, out)
+            count = self.store.read_into(entry.file, entry.begin + start, out)
         except CheckpointError as error:
             raise CheckpointError(
                 error.code, where, error.rule, value=error.value, hint=error.hint
@@ -141,6 +141,10 @@ class Source:
         """Names of the weight files in use, sorted."""
         return tuple(sorted({entry.file for entry in self.entries().values()}))
 
+    def state(self, file: str) -> str:
+        """A text that changes when a weight file does: its size, and time or tag of the change."""
+        return self.store.state(file)
+
     def fingerprint(self) -> str:
         """Hash of all headers and of three small samples of each weight file's bytes.
 
@@ -155,7 +159,7 @@ class Source:
         for file, (low, high) in sorted(spans.items()):
             count = min(_SAMPLE_BYTES, high - low)
             for offset in (low, (low + high - count) // 2, high - count):
-                digest.update(self._store.read_at(file, offset, count))
+                digest.update(self.store.read_at(file, offset, count))
         return digest.hexdigest()
 
     def _json(self, name: str) -> dict[str, Any]:
@@ -171,7 +175,7 @@ class Source:
 
     def gguf_files(self) -> list[str]:
         """Files of the GGUF format in the directory, which Trimtab only recognises."""
-        return sorted(name for name in self._store.list() or () if name.endswith(GGUF_SUFFIX))
+        return sorted(name for name in self.store.list() or () if name.endswith(GGUF_SUFFIX))
 
     def summarise_gguf(self, name: str) -> GGUFSummary:
         """What the header of a GGUF file says.
@@ -179,13 +183,13 @@ class Source:
         Raises:
             CheckpointError: TT301 if it is damaged, TT307 if it is missing.
         """
-        size = self._store.size(name)
+        size = self.store.size(name)
         if size is None:
             raise CheckpointError("TT307", f"{self.where}/{name}", "does not exist")
-        return read_gguf(partial(self._store.read_at, name), size, name)
+        return read_gguf(partial(self.store.read_at, name), size, name)
 
     def _weight_files(self) -> list[str]:
-        listed = self._store.list()
+        listed = self.store.list()
         if listed is None:  # plain HTTP has no listing
             return ["model.safetensors"] if self.has_file("model.safetensors") else []
         return sorted(name for name in listed if name.endswith(".safetensors"))
@@ -232,19 +236,19 @@ class Source:
         return merged
 
     def _read_headers(self, files: list[str]) -> list[dict[str, TensorEntry]]:
-        if isinstance(self._store, LocalStore) or len(files) == 1:
+        if isinstance(self.store, LocalStore) or len(files) == 1:
             return [self._read_one_header(file) for file in files]
         with ThreadPoolExecutor(_REMOTE_THREADS) as pool:
             return list(pool.map(self._read_one_header, files))
 
     def _read_one_header(self, file: str) -> dict[str, TensorEntry]:
-        size = self._store.size(file)
+        size = self.store.size(file)
         if size is None:
             raise CheckpointError(
                 "TT302", f"{self.where}/{file}", "the index names this file, it does not exist",
                 hint="download the missing file",
             )
-        return read_header(partial(self._store.read_at, file), size, file)
+        return read_header(partial(self.store.read_at, file), size, file)
 
 
 def open_source(path: str | Path) -> Source:
@@ -265,7 +269,7 @@ def open_source(path: str | Path) -> Source:
     local = Path(path).expanduser()
     if local.is_dir():
         refuse_incomplete(local)
-        return Source(LocalStore(local))
+        return _of_directory(LocalStore(local))
     if local.suffix == GGUF_SUFFIX:
         raise unreadable("GGUF", text)
     if local.is_file():
@@ -282,7 +286,18 @@ def _open_remote(url: str) -> Source:
     head, _, tail = url.rstrip("/").rpartition("/")
     if tail.endswith(".safetensors"):
         return Source(RemoteStore(head), tail)
-    return Source(RemoteStore(url.rstrip("/")))
+    store = RemoteStore(url.rstrip("/"))
+    if store.size(MARKER_NAME) is not None:
+        raise incomplete(store.root)
+    return _of_directory(store)
+
+
+def _of_directory(store: FileStore) -> Source:
+    from trimtab.checkpoint.converted import ConvertedSource  # it is a Source itself
+    from trimtab.checkpoint.layout import LAYOUT_NAME
+
+    is_converted = store.size(LAYOUT_NAME) is not None
+    return ConvertedSource(store) if is_converted else Source(store)
 
 
 def _stays_inside(file: str) -> bool:

@@ -36,6 +36,32 @@ def byte_progress(label: str) -> Iterator[Callable[[int, int], None]]:
         yield move
 
 
+@contextmanager
+def file_progress(label: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar on stderr with bytes, rate, time left and the current file."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True),
+        TransferSpeedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[file]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=None, file="")
+
+        def move(file: str, done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, file=file)
+
+        yield move
+
+
 def print_json(value: object) -> None:
     """One JSON object on stdout; NaN and infinity become strings."""
     sys.stdout.write(json.dumps(_finite(value), indent=1) + "\n")

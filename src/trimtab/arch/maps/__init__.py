@@ -71,9 +71,12 @@ def census(arch: ArchSpec, *, mtp: bool = False) -> Iterator[tuple[ParamSpec, St
             yield param, tensor, param.shape[0] if tensor.index else 1
 
 
-def stored_of(arch: ArchSpec, param: ParamSpec) -> tuple[StoredTensor, ...]:
-    """The stored tensors that fill one parameter."""
-    return tuple(stored_for(param, WEIGHT_MAPS[arch.family].rules, parts_of=_parts_of(arch)))
+def stored_of(
+    arch: ArchSpec, param: ParamSpec, experts: range | None = None
+) -> tuple[StoredTensor, ...]:
+    """The stored tensors that fill one parameter, of a grouped one only these experts."""
+    rules = WEIGHT_MAPS[arch.family].rules
+    return tuple(stored_for(param, rules, experts, parts_of=_parts_of(arch)))
 
 
 def packed_forms(arch: ArchSpec) -> dict[str, PackedForm]:

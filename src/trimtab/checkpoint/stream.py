@@ -1,0 +1,229 @@
+"""Streaming: a safetensors file written front to back in blocks that several threads fill.
+
+Knows: the pipeline from planned tensors through a few fixed buffers to a sink, the hash on the way,
+the header. Does not know: where bytes come from (`moves`), what a sink is (`output`).
+
+Memory is the buffers, whatever the size of the file. Blocks are filled in any order and written in
+theirs, so that the hash of the file is known when its last byte is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+from trimtab.checkpoint.direct import ALIGNMENT, READ_BUFFER_BYTES, aligned_buffer
+from trimtab.checkpoint.manifest import FileRecord
+from trimtab.checkpoint.moves import PlannedTensor
+from trimtab.errors import ConfigError
+from trimtab.units import format_bytes
+
+LARGEST_BLOCK = 8 * 2**20
+_SMALLEST_BLOCK = 64 * 2**10
+# What a thread needs beside its read buffer: rows of a cast in float32 and what they come from.
+_THREAD_BYTES = READ_BUFFER_BYTES + 8 * 2**20
+
+Moved = Callable[[int], None]
+"""Called with the bytes of each block written."""
+
+
+class Sink(Protocol):
+    """A file that is written front to back."""
+
+    def write(self, offset: int, block: memoryview, num_bytes: int) -> None:
+        """Write the first `num_bytes` of an aligned block."""
+
+    def keep(self, offset: int) -> None:
+        """Make all bytes before `offset` survive a kill, if the sink can."""
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """One file: its tensors in file order, and the header that follows from them.
+
+    Args:
+        name: file name.
+        tensors: in file order.
+        header: length and JSON, filled up so that data begins at a multiple of the alignment.
+        begins: absolute offset of each tensor.
+        size: of the whole file in bytes.
+    """
+
+    name: str
+    tensors: tuple[PlannedTensor, ...]
+    header: bytes
+    begins: tuple[int, ...]
+    size: int
+
+    def tensor_at(self, offset: int) -> str:
+        """Name of the tensor that an offset lies in, for messages."""
+        number = bisect_right(self.begins, offset) - 1
+        return "header" if number < 0 else self.tensors[number].name
+
+    def fill(self, offset: int, out: memoryview) -> None:
+        """Fill `out` with the bytes of the file from `offset` on."""
+        done = min(max(0, len(self.header) - offset), len(out))
+        out[:done] = self.header[offset : offset + done]
+        number = bisect_right(self.begins, offset + done) - 1
+        while done < len(out):
+            tensor = self.tensors[number]
+            start = offset + done - self.begins[number]
+            count = min(tensor.num_bytes - start, len(out) - done)
+            if count > 0:
+                tensor.fill(start, out[done : done + count])
+                done += count
+            number += 1
+
+
+def plan_file(name: str, tensors: Sequence[PlannedTensor]) -> FilePlan:
+    """Lay tensors out in a file."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begins, offset = [], 0
+    for tensor in tensors:
+        end = offset + tensor.num_bytes
+        header[tensor.name] = {
+            "dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end],
+        }
+        begins.append(offset)
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
+    whole = struct.pack("<Q", len(text)) + text
+    return FilePlan(
+        name, tuple(tensors), whole, tuple(len(whole) + begin for begin in begins),
+        len(whole) + offset,
+    )
+
+
+class Pipeline:
+    """Threads and buffers that write one file after another; use as a context manager.
+
+    Args:
+        num_bytes: memory for threads and buffers.
+        workers: threads that fill blocks.
+        keep_every: bytes after which a sink is told to keep what it has.
+
+    Raises:
+        ConfigError: TT102 if the memory is too small for one block per thread.
+    """
+
+    def __init__(self, num_bytes: int, workers: int, keep_every: int = 2**28) -> None:
+        count = workers + 2
+        each = (num_bytes - workers * _THREAD_BYTES) // count
+        self.block_bytes = min(each, LARGEST_BLOCK) // ALIGNMENT * ALIGNMENT
+        if self.block_bytes < _SMALLEST_BLOCK:
+            needed = workers * _THREAD_BYTES + count * _SMALLEST_BLOCK
+            raise ConfigError(
+                "TT102", "--memory", f"{workers} workers need {format_bytes(needed)} of buffers",
+                value=format_bytes(num_bytes), hint="allow more memory or use fewer --workers",
+            )
+        self._blocks = [aligned_buffer(self.block_bytes) for _ in range(count)]
+        self._workers = workers
+        self._start()
+        self._keep_every = max(keep_every, self.block_bytes)
+
+    def _start(self) -> None:
+        self._free = deque(self._blocks)
+        self._fillers = ThreadPoolExecutor(self._workers, "fill")
+        self._writer = ThreadPoolExecutor(1, "write")
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._fillers.shutdown(wait=True, cancel_futures=True)
+        self._writer.shutdown(wait=True)
+
+    def write(
+        self, plan: FilePlan, sink: Sink, *, start: int = 0, moved: Moved,
+        read_back: Callable[[int, memoryview], None] | None = None,
+    ) -> FileRecord:
+        """Write a file from `start` on.
+
+        Args:
+            plan: the file.
+            sink: where it goes.
+            start: a multiple of the alignment; what lies before is on the disk already.
+            moved: called with the bytes of each block.
+            read_back: fills a block from an offset of what is on the disk, for its hash.
+
+        Returns:
+            Size and hash of the whole file.
+
+        Raises:
+            CheckpointError: a tensor cannot be read or holds bad numbers.
+            OSError: the sink fails.
+        """
+        try:
+            return self._write(plan, sink, start, moved, read_back)
+        except BaseException:
+            self._settle()
+            raise
+
+    def _write(
+        self, plan: FilePlan, sink: Sink, start: int, moved: Moved,
+        read_back: Callable[[int, memoryview], None] | None,
+    ) -> FileRecord:
+        digest, kept = hashlib.sha256(), start
+        offsets = iter(range(0, plan.size, self.block_bytes))
+        filling: deque[tuple[int, memoryview, int, Future[None]]] = deque()
+        writing: tuple[memoryview, Future[None]] | None = None
+        while True:
+            while self._free and (offset := next(offsets, None)) is not None:
+                filling.append(self._begin(plan, offset, start, read_back))
+            if not filling:
+                break
+            offset, block, count, filled = filling.popleft()
+            filled.result()
+            if writing is not None:
+                self._finish(writing)
+            end = offset + count
+            writing = block, self._submit(sink, offset, block, count if end > start else 0)
+            digest.update(block[:count])
+            moved(count)
+            if end - kept >= self._keep_every and end < plan.size:
+                self._finish(writing)
+                writing, kept = None, end
+                sink.keep(kept)
+        if writing is not None:
+            self._finish(writing)
+        return FileRecord(plan.size, digest.hexdigest())
+
+    def _begin(
+        self, plan: FilePlan, offset: int, start: int,
+        read_back: Callable[[int, memoryview], None] | None,
+    ) -> tuple[int, memoryview, int, Future[None]]:
+        block = self._free.popleft()
+        count = min(self.block_bytes, plan.size - offset)
+        fill: Callable[[int, memoryview], None] = plan.fill
+        if offset + count <= start and read_back is not None:
+            fill = read_back
+        return offset, block, count, self._fillers.submit(fill, offset, block[:count])
+
+    def _submit(
+        self, sink: Sink, offset: int, block: memoryview, num_bytes: int
+    ) -> Future[None]:
+        """Write a block in the background; one that is on the disk already is not written again."""
+        if num_bytes:
+            return self._writer.submit(sink.write, offset, block, num_bytes)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _finish(self, writing: tuple[memoryview, Future[None]]) -> None:
+        block, written = writing
+        written.result()
+        self._free.append(block)
+
+    def _settle(self) -> None:
+        """After a failure: wait until no thread uses a buffer, then take all of them back."""
+        for executor in (self._fillers, self._writer):
+            executor.shutdown(wait=True, cancel_futures=True)
+        self._start()
