@@ -21,14 +21,17 @@ from tests.oracles.run_hf import run_hf
 from tests.parity.cases import MEDIA, media_prompt
 from tests.support.compare import relative_error
 from tests.support.prompts import Prompt, image_batch
+from trimtab.arch.spec import ActivationSpec
 from trimtab.checkpoint.load import load_model
-from trimtab.models import axial_vision, indexer, moe, residual
+from trimtab.models import axial_vision, indexer, residual
 from trimtab.models.axial_vision import AxialAttention, Merger
 from trimtab.models.context import ForwardContext
 from trimtab.models.decoder import CausalLM
 from trimtab.models.indexer import PooledIndexer
 from trimtab.models.mla import MLA
+from trimtab.models.moe import GatedFFN
 from trimtab.models.residual import HyperSite
+from trimtab.ops.activation import gated_activation
 from trimtab.ops.attention import select
 from trimtab.ops.hyper import hyper_write
 from trimtab.verify.tolerances import limit
@@ -134,8 +137,11 @@ def sees_open_pools(model: CausalLM, patch: Patch) -> None:
 
 
 def clamps_gate_below(model: CausalLM, patch: Patch) -> None:
-    true = moe.swiglu
-    patch.setattr(moe, "swiglu", lambda g, u, c: true(g.clamp(min=-c / 2), u, c))
+    def low(spec: ActivationSpec, gate: Tensor, up: Tensor) -> Tensor:
+        assert spec.clamp is not None
+        return gated_activation(spec, gate.clamp(min=-spec.clamp / 2), up)
+
+    each(model, GatedFFN, "act", lambda _: low, patch)
 
 
 def swaps_axes(model: CausalLM, patch: Patch) -> None:

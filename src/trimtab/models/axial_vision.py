@@ -13,7 +13,7 @@ from torch.nn import functional
 from trimtab.arch.spec import AxialVisionSpec
 from trimtab.models.context import ForwardContext
 from trimtab.models.linear import LayerNormWeights, Linear, RMSNorm
-from trimtab.ops.moe.gating import gated
+from trimtab.ops.activation import gated_activation
 from trimtab.ops.norm import layer_norm
 from trimtab.ops.precision import island_dtype, linear
 from trimtab.ops.rope import rotate
@@ -83,7 +83,7 @@ class AxialMLP(nn.Module):
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """[N, D] -> [N, D]."""
-        act = gated(self.activation, self.gate_proj(x, ctx), self.up_proj(x, ctx))
+        act = gated_activation(self.activation, self.gate_proj(x, ctx), self.up_proj(x, ctx))
         y: Tensor = self.down_proj(act, ctx)
         return y
 
@@ -166,6 +166,6 @@ class Merger(nn.Module):
         """[M, W] -> [M, W]."""
         norm = self.post_projection_norm
         h = functional.gelu(layer_norm(self.proj(x, ctx), norm.weight, norm.bias, self.eps))
-        act = gated(self.activation, self.gate_proj(h, ctx), self.up_proj(h, ctx))
+        act = gated_activation(self.activation, self.gate_proj(h, ctx), self.up_proj(h, ctx))
         y: Tensor = self.down_proj(act, ctx)
         return y

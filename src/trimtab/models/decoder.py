@@ -61,7 +61,7 @@ class DecoderLayer(nn.Module):
         self.mlp: GatedFFN | MoE
         if isinstance(spec.ffn, DenseSpec):
             self.mlp = GatedFFN(
-                d, spec.ffn.intermediate_size, spec.ffn.activation, types.main
+                d, spec.ffn.intermediate_size, spec.ffn.activation, types.main, ops
             )
         else:
             at = f"layers.{index}.mlp.experts"

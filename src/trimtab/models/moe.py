@@ -12,7 +12,6 @@ from trimtab.models.experts import DenseWeight
 from trimtab.models.linear import Linear, RMSNorm
 from trimtab.models.packed import PackedWeight
 from trimtab.ops.backends import OpTable
-from trimtab.ops.moe.gating import gated
 from trimtab.ops.moe.loop import ExpertCall
 from trimtab.ops.moe.routing import RouterRule, expert_weights, select_experts
 from trimtab.ops.precision import island_dtype
@@ -24,16 +23,18 @@ ExpertForms = tuple[PackedForm | None, PackedForm | None]
 class GatedFFN(nn.Module):
     """down( act(gate x, up x) )."""
 
-    def __init__(self, d: int, f: int, activation: ActivationSpec, dtype: torch.dtype) -> None:
+    def __init__(
+        self, d: int, f: int, activation: ActivationSpec, dtype: torch.dtype, ops: OpTable
+    ) -> None:
         super().__init__()
-        self.activation = activation
+        self.activation, self.act = activation, ops.activation
         self.gate_proj = Linear(d, f, dtype)
         self.up_proj = Linear(d, f, dtype)
         self.down_proj = Linear(f, d, dtype)
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """[T, D] -> [T, D]."""
-        act = gated(self.activation, self.gate_proj(x, ctx), self.up_proj(x, ctx))
+        act = self.act(self.activation, self.gate_proj(x, ctx), self.up_proj(x, ctx))
         y: Tensor = self.down_proj(act, ctx)
         return y
 
@@ -128,7 +129,7 @@ class MoE(nn.Module):
         self.shared_experts = None
         if spec.shared_intermediate_size:
             f = spec.shared_intermediate_size
-            self.shared_experts = GatedFFN(d, f, spec.activation, dtype)
+            self.shared_experts = GatedFFN(d, f, spec.activation, dtype, ops)
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """[T, D] -> [T, D]."""

@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trimtab.arch.spec import ActivationSpec
+from trimtab.ops.checks import check_floating, require
+from trimtab.ops.fused.activation import gated_activation_fwd, workspace_bytes
 from trimtab.ops.precision import island_dtype
+from trimtab.ops.registry import Implementation, OpCase, Operator
 
 
 def situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
@@ -25,3 +29,53 @@ def swiglu(gate: Tensor, up: Tensor, clamp: float | None) -> Tensor:
     if clamp is not None:
         gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
     return torch.nn.functional.silu(gate) * up
+
+
+def gated_activation(spec: ActivationSpec, gate: Tensor, up: Tensor) -> Tensor:
+    """Reference: act(gate, up) as the spec says.
+
+    Args:
+        spec: kind and constants.
+        gate: [..., F].
+        up: as gate.
+
+    Returns:
+        As gate.
+    """
+    if spec.kind == "situ":
+        return situ(gate, up, spec.beta, spec.linear_beta)
+    return swiglu(gate, up, spec.clamp)
+
+
+def _in_blocks(spec: ActivationSpec, gate: Tensor, up: Tensor) -> Tensor:
+    constants = (spec.kind, spec.beta, spec.linear_beta, spec.clamp)
+    out: Tensor = gated_activation_fwd(gate, up, *constants)
+    return out
+
+
+def activation_case(spec: ActivationSpec, gate: Tensor, up: Tensor) -> OpCase:
+    """The case of a call, after its arguments were checked.
+
+    Raises:
+        OperatorError: TT111, a shape or dtype is wrong.
+    """
+    del spec
+    check_floating("activation.gate", gate)
+    require(gate.ndim > 0, "activation.gate", "must have a dimension F", gate.ndim)
+    require(up.shape == gate.shape, "activation.up", f"must be {list(gate.shape)} as gate is", list(up.shape))
+    require(up.dtype is gate.dtype, "activation.up", f"must be {gate.dtype} as gate is", up.dtype)
+    width = gate.shape[-1]
+    rows = gate.numel() // width if width else 0
+    return OpCase(gate.device.type, gate.dtype, {"T": rows, "F": width})
+
+
+ACTIVATION: Operator[[ActivationSpec, Tensor, Tensor], Tensor] = Operator(
+    "activation", activation_case,
+    (
+        Implementation(
+            "blocks", _in_blocks, workspace_bytes=lambda case: workspace_bytes(case.shapes)
+        ),
+        Implementation("reference", gated_activation),
+    ),
+    {"T": 4096, "F": 6144},
+)

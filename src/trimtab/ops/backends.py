@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from trimtab.errors import ConfigError
+from trimtab.ops.activation import ACTIVATION
 from trimtab.ops.attention.operators import ATTENTION, INDEXER
 from trimtab.ops.attention.selection import Selection
 from trimtab.ops.cross_entropy import CROSS_ENTROPY
@@ -43,6 +44,7 @@ class OpTable:
         hyper_read: arguments as `hyper_mix`.
         hyper_write: arguments as the function of that name.
         experts: the routed experts of a layer, from an `ExpertCall` -> [T, D].
+        activation: arguments as `gated_activation`.
     """
 
     kda: Operator[..., KDAResult]
@@ -54,6 +56,7 @@ class OpTable:
     hyper_read: Operator[..., tuple[Tensor, HyperMix]] = HYPER_READ
     hyper_write: Operator[..., Tensor] = HYPER_WRITE
     experts: Operator[[ExpertCall], Tensor] = EXPERTS
+    activation: Operator[..., Tensor] = ACTIVATION
 
     def operators(self) -> dict[str, Operator[..., Any]]:
         """Every operator by name."""

@@ -66,8 +66,10 @@ def upcast_linear_fwd(x: Tensor, weight: Tensor) -> Tensor:
     """x W^T in at least float32, the weight upcast block by block; x [..., in] -> [..., out]."""
     rows = x.reshape(-1, x.shape[-1]).to(island_dtype(x))
     out = x.new_empty(len(rows), len(weight))
-    for where, block in _upcast_blocks(weight, rows.dtype):
-        out[:, where] = rows @ block.mT
+    buffer = rows.new_empty(len(rows) * min(len(weight), _block_rows(weight)))
+    for where, block in upcast_blocks(weight, rows.dtype, _block_rows(weight)):
+        product = buffer[: len(rows) * len(block)].view(len(rows), len(block))
+        out[:, where] = torch.mm(rows, block.mT, out=product)
     return out.view(*x.shape[:-1], len(weight))
 
 
@@ -81,7 +83,7 @@ def upcast_linear_bwd(
     d_x = rows.new_zeros((len(rows) if need_x else 0, weight.shape[1]), dtype=dtype)
     d_weight = torch.empty_like(weight) if need_weight else weight.new_empty(0)
     wide = x.reshape(-1, weight.shape[1]).to(dtype) if need_weight else None
-    for where, block in _upcast_blocks(weight, dtype):
+    for where, block in upcast_blocks(weight, dtype, _block_rows(weight)):
         part = rows[:, where].to(dtype)
         if need_x:
             d_x.addmm_(part, block)
@@ -91,11 +93,24 @@ def upcast_linear_bwd(
     return d_x.view(*grad.shape[:-1], weight.shape[1]) if need_x else d_x, d_weight
 
 
-def _upcast_blocks(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    step = max(1, _BLOCK_ELEMENTS // weight.shape[1])
+def upcast_blocks(
+    weight: Tensor, dtype: torch.dtype, step: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """Blocks of `step` rows of a weight in `dtype`: views where that is its own, else one buffer.
+
+    The buffer is used again for every block: freeing and allocating large blocks in turn grows the
+    heap of the C library, which does not fit an aligned block into the hole that it left.
+    """
+    same = weight.dtype is dtype
+    buffer = weight.new_empty((0 if same else min(step, len(weight)), weight.shape[1]), dtype=dtype)
     for start in range(0, len(weight), step):
-        where = slice(start, start + step)
-        yield where, weight[where].to(dtype)
+        where = slice(start, min(start + step, len(weight)))
+        block = weight[where]
+        yield where, block if same else buffer[: len(block)].copy_(block)
+
+
+def _block_rows(weight: Tensor) -> int:
+    return max(1, _BLOCK_ELEMENTS // max(1, weight.shape[1]))
 
 
 @upcast_linear_fwd.register_fake

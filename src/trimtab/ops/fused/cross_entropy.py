@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from trimtab.ops.precision import island_dtype, operand_dtype
+from trimtab.ops.precision import island_dtype, operand_dtype, upcast_blocks
 
 IGNORE_INDEX = -100
 _ROWS = 1024
@@ -149,8 +149,8 @@ class _Tiles:
 
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
         """(first vocabulary entry, [b, D] in the dtype of products) of each block."""
-        for start in range(0, len(self._weight), self._block):
-            yield start, self._weight[start : start + self._block].to(self.operand)
+        for where, block in upcast_blocks(self._weight, self.operand, self._block):
+            yield where.start, block
 
     def logits(self, rows: Tensor, head: Tensor) -> Tensor:
         """[rows, b] in at least float32; overwritten by the next call."""

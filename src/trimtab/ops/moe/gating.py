@@ -6,20 +6,13 @@ import torch
 from torch import Tensor
 
 from trimtab.arch.spec import ActivationSpec
-from trimtab.ops.activation import situ, swiglu
-
-
-def gated(spec: ActivationSpec, gate: Tensor, up: Tensor) -> Tensor:
-    """act(gate, up) as the spec says."""
-    if spec.kind == "situ":
-        return situ(gate, up, spec.beta, spec.linear_beta)
-    return swiglu(gate, up, spec.clamp)
+from trimtab.ops.activation import gated_activation
 
 
 def gate_rows(spec: ActivationSpec, pre: Tensor) -> Tensor:
     """[m, 2F] -> [m, F], in the dtype of `pre`."""
     gate, up = pre.chunk(2, -1)
-    return gated(spec, gate, up)
+    return gated_activation(spec, gate, up)
 
 
 def gate_rows_backward(

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trimtab.ops.activation import gated_activation
 from trimtab.ops.dropout import expert_key, keep_mask
-from trimtab.ops.moe.gating import gated
 from trimtab.ops.moe.loop import ExpertCall
 from trimtab.ops.moe.lora import ExpertLoRA
 from trimtab.ops.precision import island_dtype
@@ -47,7 +47,7 @@ def _expert(call: ExpertCall, expert: int, t: int) -> Tensor:
         b = pair.B[expert].to(x.dtype)
         pre = pre + pair.scaling * (b @ inner.unsqueeze(-1)).flatten()
     gate, up = pre.chunk(2)
-    h = gated(call.activation, gate, up)
+    h = gated_activation(call.activation, gate, up)
     y = call.down.matrix(expert, x.dtype) @ h
     if call.lora_down is not None:
         pair = call.lora_down
