@@ -61,7 +61,8 @@ def test_a_planted_bad_import_breaks_its_contract(
 @pytest.mark.parametrize(
     "arguments",
     [["--help"], ["--version"], ["inspect", "--help"], ["inspect", "kimi-k3", "--json"],
-     ["inspect", "k3.1-tiny"], ["inspect", "--list"], ["explain", "TT101"]],
+     ["inspect", "k3.1-tiny"], ["inspect", "--list"],
+     ["plan", "--model", "k3-tiny", "--cluster", "cpu", "--devices", "1", "--json"], ["explain", "TT101"]],
 )
 def test_quick_verbs_do_not_import_torch(arguments: list[str]) -> None:
     code = (

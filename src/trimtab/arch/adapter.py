@@ -22,7 +22,7 @@ Scaling = Literal["standard", "rslora"]
 Experts = Literal["none", "per_expert", "shared_outer"]
 
 GROUPS: dict[str, tuple[Owner, ...]] = {
-    "attention": ("kda", "mla"),
+    "attention": ("kda", "mla", "gqa", "gated_delta"),
     "linear_attention": ("kda",),
     "sparse_attention": ("mla",),
     "dense_ffn": ("dense_ffn",),
@@ -44,7 +44,7 @@ _REFUSED: dict[Owner, str] = {
 }
 _LAYER_KIND: dict[Owner, str] = {
     "kda": "kda", "mla": "mla", "dense_ffn": "dense", "shared_expert": "moe", "latent": "moe",
-    "projector": "vision",
+    "projector": "vision", "gqa": "gqa", "gated_delta": "gated_delta",
 }
 _MASTER_BYTES = 4  # adapters are float32
 
@@ -255,6 +255,15 @@ def _coverage(
             f"{', '.join(missing)} (the word `{word}` covers all)"
         )
     return notes
+
+
+def match_word(params: Sequence[ParamSpec], word: str, where: str) -> list[ParamSpec]:
+    """Trainable matrices of any inventory that one word of `target_modules` selects.
+
+    Raises:
+        AdapterError: it selects none (TT501) or only what must not be trained (TT503).
+    """
+    return _matches(params, word, where)
 
 
 def _matches(params: Sequence[ParamSpec], word: str, where: str) -> list[ParamSpec]:

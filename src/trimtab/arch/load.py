@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from trimtab.arch.outline import Outline, outline_of
 from trimtab.arch.readers import (
     deepseek_v3,
     deepseek_v32,
@@ -19,6 +20,8 @@ from trimtab.arch.readers import (
     kimi_k25,
     kimi_linear,
 )
+from trimtab.arch.readers.planned import NAMES as PLANNED
+from trimtab.arch.readers.planned import read_planned
 from trimtab.arch.spec import ArchSpec
 from trimtab.errors import ArchError, ConfigError
 
@@ -60,8 +63,22 @@ def load_arch(config: Mapping[str, object], source: str = "config.json") -> Arch
         near = difflib.get_close_matches(family, READERS, n=1, cutoff=0.5)
         hint = f"did you mean `{near[0]}`?" if near else "see `trimtab inspect --list`"
         rule = f"not supported; supported families are {', '.join(READERS)}"
+        if family in PLANNED:
+            rule = "only `trimtab plan` and `trimtab inspect` take this family"
         raise ArchError("TT201", f"{source}: model_type", rule, value=family, hint=hint)
     return READERS[family](config, source)
+
+
+def load_outline(config: Mapping[str, object], source: str = "config.json") -> Outline:
+    """What the planner needs of a model, also of families that are only planned.
+
+    Raises:
+        ArchError: as `load_arch`.
+    """
+    family = config.get("model_type")
+    if isinstance(family, str) and family in PLANNED and family not in READERS:
+        return read_planned(config, source)
+    return outline_of(load_arch(config, source))
 
 
 def require_readable(arch: ArchSpec, where: str) -> None:

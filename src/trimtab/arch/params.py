@@ -29,6 +29,8 @@ from trimtab.arch.spec import (
 Owner = Literal[
     "embedding", "kda", "mla", "indexer", "router", "routed_expert", "shared_expert",
     "dense_ffn", "latent", "residual", "norm", "vision", "projector", "head",
+    # of families that are only planned
+    "gqa", "gated_delta",
 ]
 
 
@@ -133,6 +135,27 @@ def _layer(arch: ArchSpec, index: int) -> Iterator[ParamSpec]:
         yield from _moe(make, layer.ffn, d)
 
 
+def ffn_params(
+    ffn: DenseSpec | MoESpec, layer: int, hidden_size: int, *, selection_bias: bool
+) -> Iterator[ParamSpec]:
+    """The parameters of one feed-forward block, stored in BF16 where they are plain.
+
+    Args:
+        ffn: the block.
+        layer: its layer.
+        hidden_size: D.
+        selection_bias: the router adds one before it selects.
+    """
+    make = _Maker(f"layers.{layer}", "BF16", layer)
+    if isinstance(ffn, DenseSpec):
+        yield from _gated_ffn(make, "mlp", hidden_size, ffn.intermediate_size, "dense_ffn")
+    else:
+        bias = "router.e_score_correction_bias"
+        for param in _moe(make, ffn, hidden_size):
+            if selection_bias or not param.name.endswith(bias):
+                yield param
+
+
 @dataclass(frozen=True, slots=True)
 class _Maker:
     """Builds the ParamSpecs of one layer."""
@@ -191,6 +214,11 @@ def _low_rank(make: _Maker, leaf: str, rank: int | None, p: int, d: int) -> Iter
         return
     yield make(f"{at}.{leaf}_a_proj.weight", (rank, d), ("rank", "hidden"), "kda")
     yield make(f"{at}.{leaf}_b_proj.weight", (p, rank), ("heads", "rank"), "kda")
+
+
+def mla_params(spec: MLASpec, layer: int, hidden_size: int) -> Iterator[ParamSpec]:
+    """The parameters of one latent attention block, stored in BF16."""
+    yield from _mla(_Maker(f"layers.{layer}", "BF16", layer), spec, hidden_size)
 
 
 def _mla(make: _Maker, spec: MLASpec, d: int) -> Iterator[ParamSpec]:

@@ -19,6 +19,7 @@ from trimtab.errors import ConfigError, TrimtabError
 # verb -> (module with `app`, one line of help), in the order of the job.
 VERBS: dict[str, tuple[str, str]] = {
     "inspect": ("trimtab.cli.inspect", "Size, memory, layers and oddities of a model"),
+    "plan": ("trimtab.cli.plan", "Memory, time and layout of a job before renting the cluster"),
     "convert": ("trimtab.cli.convert", "Stream a checkpoint into the layout of a cluster"),
     "verify": ("trimtab.cli.verify", "Check files, numbers and structure of a checkpoint"),
     "data": ("trimtab.cli.data", "Show what training reads: records, masks, packs"),

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trimtab.arch.load import load_arch, parse_config, read_config
+from trimtab.arch.load import load_arch, load_outline, parse_config, read_config
+from trimtab.arch.outline import Outline
 from trimtab.arch.presets import preset_config, preset_names
 from trimtab.arch.spec import ArchSpec
 from trimtab.errors import ConfigError
@@ -87,10 +88,40 @@ def resolve(text: str) -> Target:
     if _may_be_hub_id(text, path):
         _require_hub(text)
         return _checkpoint("remote", text)
+    raise _no_such(text)
+
+
+def resolve_outline(text: str) -> Outline:
+    """What the planner needs of the model that `text` names; only its config is read.
+
+    Raises:
+        ConfigError: nothing of that name exists (TT107).
+        ArchError: its config cannot be understood.
+    """
+    path = Path(text).expanduser()
+    if "://" not in text and (path.is_dir() or path.is_file()):
+        file, config = read_config(path)
+        return load_outline(config, str(file))
+    if text in preset_names():
+        return load_outline(preset_config(text), f"preset {text}")
+    if "://" in text or _may_be_hub_id(text, path):
+        from trimtab.checkpoint.source import open_source  # only for URLs and hub ids
+
+        if "://" not in text:
+            _require_hub(text)
+        directory, _, name = text.rpartition("/")
+        if not text.endswith(".json"):
+            directory, name = text, "config.json"
+        source = open_source(directory)
+        content = source.read_file(name).decode("utf-8", errors="replace")
+        return load_outline(parse_config(content, text), text)
+    raise _no_such(text)
+
+
+def _no_such(text: str) -> ConfigError:
     near = difflib.get_close_matches(text, preset_names(), n=1, cutoff=0.6)
     hint = f"did you mean the preset `{near[0]}`?" if near else "see `trimtab inspect --list`"
-    rule = "no such file, directory or preset"
-    raise ConfigError("TT107", text, rule, hint=hint)
+    return ConfigError("TT107", text, "no such file, directory or preset", hint=hint)
 
 
 def _may_be_hub_id(text: str, path: Path) -> bool:

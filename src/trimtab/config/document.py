@@ -88,13 +88,27 @@ def _read_file(
         ) from None
     except UnicodeDecodeError as error:
         raise ConfigError("TT106", str(path), f"not UTF-8 text (byte {error.start})") from None
+    return _parse(text, str(path))
+
+
+def document_of(text: str, source: str) -> Document:
+    """A document from its text.
+
+    Raises:
+        ConfigError: TT106 not YAML or a repeated key, TT102 not a mapping.
+    """
+    values, marks = _parse(text, source)
+    return Document(values, marks, source)
+
+
+def _parse(text: str, source: str) -> tuple[dict[str, object], dict[KeyPath, str]]:
     marks: dict[KeyPath, str] = {}
     try:
         loader = yaml.SafeLoader(text)
         try:
             root = loader.get_single_node()
             if root is not None:
-                _mark(root, (), str(path), marks)
+                _mark(root, (), source, marks)
             values = None if root is None else loader.construct_document(root)
         finally:
             loader.dispose()
@@ -102,16 +116,16 @@ def _read_file(
         mark = error.problem_mark
         line = "" if mark is None else f":{mark.line + 1}"
         raise ConfigError(
-            "TT106", f"{path}{line}", error.problem or "not valid YAML",
+            "TT106", f"{source}{line}", error.problem or "not valid YAML",
             hint="indent with spaces, and put a space after each colon",
         ) from None  # fmt: skip
     except yaml.YAMLError as error:
-        raise ConfigError("TT106", str(path), str(error).splitlines()[0]) from None
+        raise ConfigError("TT106", source, str(error).splitlines()[0]) from None
     if values is None:
         values = {}
     if not isinstance(values, dict):
         raise ConfigError(
-            "TT102", str(path), "must be a mapping of keys to values", value=type(values).__name__
+            "TT102", source, "must be a mapping of keys to values", value=type(values).__name__
         )
     return values, marks
 

@@ -22,6 +22,7 @@ from trimtab.config.document import Document, KeyPath, dotted, read_document
 from trimtab.config.recipe import Recipe
 from trimtab.errors import ConfigError, ErrorList, TrimtabError
 
+_REQUIRED = "a recipe needs model.path, finetune.data.domain.path (and general) and output"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -42,8 +43,7 @@ def load_recipe(
     try:
         recipe = Recipe.model_validate(document.values)
     except ValidationError as error:
-        faults = [_fault(details, document) for details in error.errors(include_url=False)]
-        raise _one_or_list(sorted(faults, key=_line)) from None
+        raise validation_error(error, document, Recipe, _REQUIRED) from None
     if check_paths:
         missing = list(_missing_paths(recipe, document))
         if missing:
@@ -57,6 +57,21 @@ def dump_recipe(recipe: Recipe) -> str:
     return text
 
 
+def validation_error(
+    error: ValidationError, document: Document, root: type[BaseModel], required: str
+) -> TrimtabError:
+    """All faults that pydantic found in a document, as one error, in the order of the file.
+
+    Args:
+        error: of the validation.
+        document: what was validated.
+        root: the section that the whole document is.
+        required: which keys have no default, for the hint.
+    """
+    details = error.errors(include_url=False)
+    return _one_or_list(sorted((_fault(d, document, root, required) for d in details), key=_line))
+
+
 def _one_or_list(faults: Sequence[TrimtabError]) -> TrimtabError:
     return faults[0] if len(faults) == 1 else ErrorList(list(faults))
 
@@ -67,16 +82,15 @@ def _line(fault: TrimtabError) -> int:
     return int(found.group(1)) if found else sys.maxsize
 
 
-def _fault(details: ErrorDetails, document: Document) -> TrimtabError:
+def _fault(
+    details: ErrorDetails, document: Document, root: type[BaseModel], required: str
+) -> TrimtabError:
     """Turn one pydantic fault into a Trimtab error."""
     path: KeyPath = details["loc"]
     if details["type"] == "extra_forbidden":
-        return _unknown_key(path, document)
+        return _unknown_key(path, document, root)
     if details["type"] == "missing":
-        return ConfigError(
-            "TT103", document.where(path), "is required",
-            hint="a recipe needs model.path, finetune.data.domain.path (and general) and output",
-        )  # fmt: skip
+        return ConfigError("TT103", document.where(path), "is required", hint=required)
     context = details.get("ctx", {})
     value = details["input"]
     if details["type"] == "trimtab":
@@ -117,7 +131,7 @@ def _value_at(values: object, path: KeyPath) -> object:
     return values
 
 
-def _unknown_key(path: KeyPath, document: Document) -> ConfigError:
+def _unknown_key(path: KeyPath, document: Document, root: type[BaseModel]) -> ConfigError:
     """Name the key that was probably meant: ours here, ours elsewhere, or another tool's."""
     key = str(path[-1])
     where = document.where(path)
@@ -127,7 +141,7 @@ def _unknown_key(path: KeyPath, document: Document) -> ConfigError:
         return ConfigError(
             "TT104", where, f"is another tool's name; Trimtab's is {ours}", hint=hint
         )
-    known = dict(_known_paths(Recipe, ()))
+    known = dict(_known_paths(root, ()))
     siblings = known.get(_without_items(path[:-1]), ())
     near = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)
     if near:

@@ -1,0 +1,401 @@
+"""The cluster document: what a machine can do, each number with the grade of its source.
+
+Knows: keys, units, ranges, the presets that ship with the package. Does not know: models, plans.
+
+A number may stand alone (it then has the document's `grade`) or as `{value: 64, grade: measured}`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass, fields
+from importlib import resources
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+
+from trimtab.config.document import Document, document_of, read_document
+from trimtab.config.fields import Positive, PositiveInt, Section, Word, fault, no_bool
+from trimtab.config.load import validation_error
+from trimtab.errors import ConfigError
+
+Grade = Literal["measured", "documented", "vendor_claim", "inferred"]
+GRADES: tuple[Grade, ...] = ("measured", "documented", "vendor_claim", "inferred")
+"""From the best to the worst source of a number."""
+
+Collective = Literal["all_reduce", "all_gather", "all_to_all", "send"]
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """A number and how well it is known."""
+
+    value: float
+    grade: Grade
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """One layer of the interconnect.
+
+    Args:
+        name: `host`, `pod` (other hosts of one super-node or rack) or `fabric`.
+        ranks: ranks that reach each other through it; 0 without a limit.
+        bandwidth: bytes per second that one rank sends, and as much that it receives at once.
+        pair_bandwidth: bytes per second between two ranks alone.
+        latency: seconds of one message.
+        efficiency: share of `bandwidth` that a collective reaches, by group size in ranks.
+    """
+
+    name: Literal["host", "pod", "fabric"]
+    ranks: int
+    bandwidth: Graded
+    pair_bandwidth: Graded
+    latency: Graded
+    efficiency: tuple[tuple[str, tuple[tuple[int, float], ...]], ...]
+
+    def reach(self, kind: Collective, group: int) -> float:
+        """Share of the bandwidth in a group, on a straight line over log2 of its size."""
+        curves = dict(self.efficiency)
+        curve = curves.get(kind) or curves.get("all") or ((2, 1.0),)
+        if group <= curve[0][0]:
+            return curve[0][1]
+        for (low, at_low), (high, at_high) in pairwise(curve):
+            if group <= high:
+                part = math.log2(group / low) / math.log2(high / low)
+                return at_low + part * (at_high - at_low)
+        return curve[-1][1]
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A machine that can be rented: one kind of device, hosts, networks.
+
+    Rates are per rank and in SI units (bytes, seconds, FLOP); efficiencies are shares of a peak.
+
+    Args:
+        name: of the preset or file.
+        title: in words.
+        device: what one rank is.
+        ranks_per_package: dies of one package, each of them a rank.
+        packages_per_host: of one host.
+        max_ranks: ranks there are, None without a limit.
+        memory: device memory that a process sees, in bytes.
+        context: device memory that driver and libraries take before any tensor, in bytes.
+        bf16_flops, fp8_flops: dense peaks; fp8 is 0 where the device has none.
+        memory_bandwidth: of device memory.
+        gemm_efficiency: of large dense matrix products.
+        grouped_efficiency: of grouped products over experts with many rows each.
+        attention_efficiency: of softmax attention kernels.
+        memory_efficiency: of element-wise kernels.
+        kernel_seconds: fixed cost of one kernel; the rows that a grouped product needs per expert
+            follow from it and from reading the weights.
+        host_seconds: cost of one operator on the host, hidden while the device has work.
+        collective_seconds: fixed cost of one collective.
+        compute_overlap: share of communication that hides behind compute where the program can.
+        networks: innermost first.
+        host_memory: bytes per host.
+        host_disk: bytes of local disk per host.
+        host_link: bytes per second between host and device memory.
+        storage_bandwidth: bytes per second that one host reads from storage.
+        download_bandwidth: bytes per second of the whole cluster from outside.
+        failures: per host and day.
+        price: per rank and hour, in `currency`; None where none is given.
+        currency: of the price.
+    """
+
+    name: str
+    title: str
+    device: str
+    ranks_per_package: int
+    packages_per_host: int
+    max_ranks: int | None
+    memory: Graded
+    context: Graded
+    bf16_flops: Graded
+    fp8_flops: Graded
+    memory_bandwidth: Graded
+    gemm_efficiency: Graded
+    grouped_efficiency: Graded
+    attention_efficiency: Graded
+    memory_efficiency: Graded
+    kernel_seconds: Graded
+    host_seconds: Graded
+    collective_seconds: Graded
+    compute_overlap: Graded
+    networks: tuple[Network, ...]
+    host_memory: Graded
+    host_disk: Graded
+    host_link: Graded
+    storage_bandwidth: Graded
+    download_bandwidth: Graded
+    failures: Graded
+    price: float | None = None
+    currency: str = "USD"
+
+    @property
+    def ranks_per_host(self) -> int:
+        """Ranks of one host."""
+        return self.ranks_per_package * self.packages_per_host
+
+    def grades(self) -> dict[str, Grade]:
+        """Grade of every number, networks as `host.bandwidth` and so on."""
+        found = {
+            field.name: value.grade
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), Graded)
+        }
+        for network in self.networks:
+            for key in ("bandwidth", "pair_bandwidth", "latency"):
+                found[f"{network.name}.{key}"] = getattr(network, key).grade
+        return found
+
+
+class GradedSection(Section):
+    """A number with the grade of its source.
+
+    Attributes:
+        value: the number, in the unit that the key's name ends with.
+        grade: how it is known; the document's where left out.
+    """
+
+    value: Annotated[float, BeforeValidator(no_bool), Field(ge=0, allow_inf_nan=False)]
+    grade: Grade | None = None
+
+
+def _alone(value: object) -> object:
+    return value if isinstance(value, dict | GradedSection) else {"value": value}
+
+
+def _default(value: float) -> GradedSection:
+    return GradedSection(value=value, grade="inferred")
+
+
+Value = Annotated[GradedSection, BeforeValidator(_alone)]
+Curve = tuple[tuple[PositiveInt, Annotated[float, Field(gt=0, le=1.5)]], ...]
+
+
+class NetworkSection(Section):
+    """One layer of the interconnect.
+
+    Attributes:
+        ranks: ranks that it connects; left out on the outermost layer.
+        bandwidth_gb_s: of one rank, one direction.
+        pair_gb_s: between two ranks alone; the whole bandwidth where left out.
+        latency_us: of one message.
+        efficiency: collective (or `all`) to pairs of group size and share of the bandwidth.
+    """
+
+    ranks: PositiveInt | None = None
+    bandwidth_gb_s: Value
+    pair_gb_s: Value | None = None
+    latency_us: Value
+    efficiency: dict[Literal["all", "all_reduce", "all_gather", "all_to_all", "send"], Curve] = Field(
+        default_factory=dict
+    )
+
+    @field_validator("efficiency")
+    @classmethod
+    def _rises(cls, value: dict[str, Curve]) -> dict[str, Curve]:
+        for name, curve in value.items():
+            sizes = [size for size, _ in curve]
+            if not sizes or sizes[0] < 2 or sorted(set(sizes)) != sizes:
+                rule = "needs pairs of a rising group size of 2 or more and a share"
+                raise fault("TT102", name, rule)
+        return value
+
+
+class NetworksSection(Section):
+    """The layers that exist; `host` and `fabric` of a single host may be left out.
+
+    Attributes:
+        host: inside a host.
+        pod: to other hosts of one super-node or rack.
+        fabric: between those.
+    """
+
+    host: NetworkSection | None = None
+    pod: NetworkSection | None = None
+    fabric: NetworkSection | None = None
+
+
+class ClusterSection(Section):
+    """A whole cluster document; every key's unit is the end of its name.
+
+    Attributes:
+        name: short name.
+        title: in words.
+        device: what one rank is.
+        grade: of every number without one of its own.
+        sources: where the numbers are from, in words.
+        ranks_per_package: dies of one package, each of them a rank.
+        packages_per_host: packages of one host.
+        max_ranks: ranks that there are.
+        memory_gib: device memory that a process sees.
+        context_gib: taken by driver and libraries.
+        bf16_tflops: dense peak.
+        fp8_tflops: dense peak; left out where there is none.
+        memory_gb_s: bandwidth of device memory.
+        gemm_efficiency: share of the peak of large products.
+        grouped_efficiency: share of the peak of grouped products.
+        attention_efficiency: share of the peak of attention.
+        memory_efficiency: share of the memory bandwidth of element-wise kernels.
+        kernel_us: fixed cost of a kernel.
+        host_us: cost of an operator on the host.
+        collective_us: fixed cost of a collective.
+        compute_overlap: share of communication that can hide behind compute.
+        networks: the interconnect.
+        host_memory_gib: of one host.
+        host_disk_tb: of one host.
+        host_link_gb_s: between host and device memory.
+        storage_gb_s: that one host reads from storage.
+        download_gb_s: of the cluster, from outside.
+        failures_per_1000_host_days: of one host.
+        price_per_rank_hour: for the cost of a job.
+        currency: of the price.
+    """
+
+    name: Word
+    title: Word
+    device: Word
+    grade: Grade = "inferred"
+    sources: tuple[Word, ...] = ()
+    ranks_per_package: PositiveInt = 1
+    packages_per_host: PositiveInt
+    max_ranks: PositiveInt | None = None
+    memory_gib: Value
+    context_gib: Value = _default(1.0)
+    bf16_tflops: Value
+    fp8_tflops: Value = _default(0.0)
+    memory_gb_s: Value
+    gemm_efficiency: Value = _default(0.7)
+    grouped_efficiency: Value = _default(0.5)
+    attention_efficiency: Value = _default(0.5)
+    memory_efficiency: Value = _default(0.7)
+    kernel_us: Value = _default(5.0)
+    host_us: Value = _default(5.0)
+    collective_us: Value = _default(10.0)
+    compute_overlap: Value = _default(0.8)
+    networks: NetworksSection = NetworksSection()
+    host_memory_gib: Value = _default(1024.0)
+    host_disk_tb: Value = _default(4.0)
+    host_link_gb_s: Value = _default(25.0)
+    storage_gb_s: Value = _default(2.0)
+    download_gb_s: Value = _default(1.0)
+    failures_per_1000_host_days: Value = _default(6.5)
+    price_per_rank_hour: Positive | None = None
+    currency: Word = "USD"
+
+    @model_validator(mode="after")
+    def _nested(self) -> ClusterSection:
+        """Layers of the interconnect grow from the inside out."""
+        nets = self.networks
+        host = self.ranks_per_package * self.packages_per_host
+        if nets.host is not None and nets.host.ranks not in (None, host):
+            raise fault("TT105", "networks.host.ranks", f"must be the {host} ranks of a host")
+        if nets.pod is not None and (nets.pod.ranks is None or nets.pod.ranks % host):
+            raise fault("TT105", "networks.pod.ranks", f"must be a multiple of a host's {host} ranks")
+        for name in ("gemm", "grouped", "attention", "memory"):
+            if not 0 < getattr(self, f"{name}_efficiency").value <= 1:
+                raise fault("TT102", f"{name}_efficiency", "must be above 0 and at most 1")
+        for name in ("memory_gib", "bf16_tflops", "memory_gb_s", "storage_gb_s"):
+            if not getattr(self, name).value > 0:
+                raise fault("TT102", name, "must be above 0")
+        return self
+
+
+def cluster_names() -> tuple[str, ...]:
+    """All presets, sorted.
+
+    >>> "h200" in cluster_names()
+    True
+    """
+    files = resources.files("trimtab.config").joinpath("clusters").iterdir()
+    names = (file.name for file in files)
+    return tuple(sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml")))
+
+
+def load_cluster(name: str) -> Cluster:
+    """A preset by name, or the cluster document at a path.
+
+    Raises:
+        ConfigError: no such preset or file (TT107), or a fault of the document.
+
+    >>> load_cluster("ascend-a3").ranks_per_host
+    16
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        return parse_cluster(read_document(path))
+    if name in cluster_names():
+        resource = resources.files("trimtab.config").joinpath("clusters", f"{name}.yaml")
+        text = resource.read_text(encoding="utf-8")
+        return parse_cluster(document_of(text, f"cluster {name}"))
+    near = difflib.get_close_matches(name, cluster_names(), n=1, cutoff=0.4)
+    hint = f"did you mean `{near[0]}`? " if near else ""
+    raise ConfigError(
+        "TT107", "--cluster", "no such file or preset", value=name,
+        hint=f"{hint}presets: {', '.join(cluster_names())}",
+    )
+
+
+def parse_cluster(document: Document) -> Cluster:
+    """Check a cluster document and freeze it.
+
+    Raises:
+        ConfigError: one fault; `ErrorList` when there are several.
+    """
+    try:
+        section = ClusterSection.model_validate(document.values)
+    except ValidationError as error:
+        hint = "a cluster needs name, title, device, packages_per_host, memory_gib, bf16_tflops "
+        raise validation_error(error, document, ClusterSection, f"{hint}and memory_gb_s") from None
+    return _frozen(section)
+
+
+def _frozen(doc: ClusterSection) -> Cluster:
+    def graded(value: Value, factor: float = 1.0) -> Graded:
+        return Graded(value.value * factor, value.grade or doc.grade)
+
+    def network(name: Literal["host", "pod", "fabric"], net: NetworkSection, ranks: int) -> Network:
+        return Network(
+            name, ranks, graded(net.bandwidth_gb_s, 1e9),
+            graded(net.pair_gb_s or net.bandwidth_gb_s, 1e9),
+            graded(net.latency_us, 1e-6),
+            tuple(net.efficiency.items()),
+        )
+
+    nets, host = doc.networks, doc.ranks_per_package * doc.packages_per_host
+    layers = []
+    if nets.host is not None:
+        layers.append(network("host", nets.host, host))
+    if nets.pod is not None:
+        layers.append(network("pod", nets.pod, nets.pod.ranks or 0))
+    if nets.fabric is not None:
+        layers.append(network("fabric", nets.fabric, nets.fabric.ranks or 0))
+    return Cluster(
+        name=doc.name, title=doc.title, device=doc.device,
+        ranks_per_package=doc.ranks_per_package, packages_per_host=doc.packages_per_host,
+        max_ranks=doc.max_ranks,
+        memory=graded(doc.memory_gib, _GIB), context=graded(doc.context_gib, _GIB),
+        bf16_flops=graded(doc.bf16_tflops, 1e12), fp8_flops=graded(doc.fp8_tflops, 1e12),
+        memory_bandwidth=graded(doc.memory_gb_s, 1e9),
+        gemm_efficiency=graded(doc.gemm_efficiency),
+        grouped_efficiency=graded(doc.grouped_efficiency),
+        attention_efficiency=graded(doc.attention_efficiency),
+        memory_efficiency=graded(doc.memory_efficiency),
+        kernel_seconds=graded(doc.kernel_us, 1e-6), host_seconds=graded(doc.host_us, 1e-6),
+        collective_seconds=graded(doc.collective_us, 1e-6),
+        compute_overlap=graded(doc.compute_overlap),
+        networks=tuple(layers),
+        host_memory=graded(doc.host_memory_gib, _GIB), host_disk=graded(doc.host_disk_tb, 1e12),
+        host_link=graded(doc.host_link_gb_s, 1e9),
+        storage_bandwidth=graded(doc.storage_gb_s, 1e9),
+        download_bandwidth=graded(doc.download_gb_s, 1e9),
+        failures=graded(doc.failures_per_1000_host_days, 1e-3),
+        price=doc.price_per_rank_hour, currency=doc.currency,
+    )

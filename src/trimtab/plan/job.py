@@ -1,0 +1,170 @@
+"""What is to be run: method, precision, batch, adapters, and the habits of the program that runs it.
+
+Knows: choices and their names. Does not know: what they cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trimtab.arch.adapter import match_word
+from trimtab.arch.outline import Outline
+from trimtab.arch.params import ParamSpec
+
+Method = Literal["lora", "full", "frozen"]
+BaseDtype = Literal["native", "bf16", "fp32"]
+ExpertAdapters = Literal["none", "per_expert", "shared_outer"]
+Dispatcher = Literal["flat", "all_gather", "dedup"]
+Kernels = Literal["fused", "plain"]
+
+DEFAULT_TARGETS = ("attention",)
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """What the backward pass computes again.
+
+    Args:
+        layers: whole layers: all of them, none, or the first so many of each stage.
+        selective: parts of the others: `core_attn`, `layernorm`, `moe_act`, `mla_up_proj`, `mlp`,
+            `moe`.
+    """
+
+    layers: Literal["all", "none"] | int = "all"
+    selective: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Habits of a training program that memory and time depend on.
+
+    Args:
+        name: of the program.
+        shards: `optimizer` keeps whole parameters and gradients on every data-parallel rank and
+            divides moments and masters; `all` divides everything and gathers layer by layer.
+        weight_bytes: of a trained parameter as the forward pass reads it.
+        grad_bytes: of its gradient.
+        master_bytes: of its master copy, 0 where the parameter is its own.
+        moment_bytes: of both Adam moments.
+        keeps_norm_output: a fused norm and projection keep input and output of the norm.
+        weight_grad_buffer: gradients are added into the main buffer by the GEMM, and autograd is
+            given one uninitialised tensor per weight shape, which stays allocated.
+        logit_bytes: of one logit at the peak of the loss, all copies together.
+        workspace: of the GEMM library, in bytes.
+        overlaps_data: gradient and parameter collectives of data parallelism run beside compute.
+    """
+
+    name: str
+    shards: Literal["optimizer", "all"]
+    weight_bytes: float = 2
+    grad_bytes: float = 4
+    master_bytes: float = 4
+    moment_bytes: float = 8
+    keeps_norm_output: bool = True
+    weight_grad_buffer: bool = False
+    logit_bytes: float = 6
+    workspace: int = 64 * 2**20
+    overlaps_data: bool = True
+
+
+TRIMTAB = Stack("trimtab", shards="all", weight_bytes=4, grad_bytes=4, master_bytes=0,
+                keeps_norm_output=True, logit_bytes=0)
+MEGATRON = Stack("megatron", shards="optimizer", weight_grad_buffer=True)
+FULL_TRAINING = MEGATRON
+FSDP = Stack("fsdp", shards="all", weight_bytes=4, grad_bytes=4, master_bytes=0, logit_bytes=6)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """Which matrices get a LoRA pair.
+
+    Args:
+        rank: r.
+        experts: form of the adapters on routed experts.
+        names: adapted parameters.
+        leaves: `owner/leaf` of each, such as `mla/o_proj`.
+    """
+
+    rank: int
+    experts: ExpertAdapters
+    names: frozenset[str]
+    leaves: frozenset[str]
+
+
+def choose_adapters(
+    outline: Outline, rank: int, words: Sequence[str], experts: ExpertAdapters
+) -> Adapters:
+    """Select the targets of LoRA as a recipe would.
+
+    Raises:
+        AdapterError: a word selects nothing or what must not be trained.
+    """
+    found: list[ParamSpec] = []
+    for word in words:
+        found += match_word(outline.params, word, "finetune.lora.target_modules")
+    if experts != "none":
+        found += [p for p in outline.params if p.owner == "routed_expert" and len(p.shape) > 2]
+    names = frozenset(param.name for param in found)
+    return Adapters(rank, experts, names, frozenset(leaf_of(param) for param in found))
+
+
+def leaf_of(param: ParamSpec) -> str:
+    """`owner/leaf` of a parameter, the same in every layer."""
+    name = param.name.removesuffix(".weight")
+    return f"{param.owner}/{name.rsplit('.', 1)[-1]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A training job apart from its layout.
+
+    Args:
+        method: `lora` trains adapters, `full` everything, `frozen` runs forward only.
+        base_dtype: how frozen weights are kept.
+        seq_len: tokens of one sequence.
+        micro_batch: sequences of one forward pass of one rank group.
+        global_batch: sequences between two optimizer steps.
+        adapters: of `lora`.
+        recompute: in the backward pass.
+        stack: the program.
+        optimizer: `adam`, or `muon` with one fp32 moment on matrices.
+        routing: most tokens of an expert-parallel rank over the mean.
+        capacity_factor: most tokens per expert over the mean; None drops none.
+        fp8: matrix products run in 8 bit where the device has them.
+        mtp: multi-token prediction layers are trained too.
+        kernels: `plain` where linear attention runs without fused kernels.
+        offload_optimizer: share of the optimizer state in host memory.
+        chunks: model chunks per rank of an interleaved pipeline.
+        graphs: the host cost of operators is removed by graph capture.
+    """
+
+    method: Method = "lora"
+    base_dtype: BaseDtype = "native"
+    seq_len: int = 8192
+    micro_batch: int = 1
+    global_batch: int = 64
+    adapters: Adapters | None = None
+    recompute: Recompute = field(default_factory=Recompute)
+    stack: Stack = TRIMTAB
+    optimizer: Literal["adam", "muon"] = "adam"
+    routing: float = 1.15
+    capacity_factor: float | None = None
+    fp8: bool = False
+    mtp: bool = False
+    kernels: Kernels = "fused"
+    offload_optimizer: float = 0.0
+    chunks: int = 1
+    graphs: bool = False
+
+    def adapted(self, leaf: str) -> bool:
+        """Whether matrices of this `owner/leaf` are trained, in full or by an adapter."""
+        if self.method == "full":
+            return True
+        return self.adapters is not None and leaf in self.adapters.leaves
+
+    @property
+    def trains_adapters(self) -> bool:
+        """LoRA with at least one target."""
+        return self.method == "lora" and self.adapters is not None

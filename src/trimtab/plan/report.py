@@ -1,0 +1,145 @@
+"""A plan as plain values for JSON, and as the `parallel:` section of a recipe.
+
+Knows: names and units of the output. Does not know: terminals, HTML.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TypedDict
+
+import yaml
+
+from trimtab.plan.memory import FRAGMENTATION_BAND, StageMemory
+from trimtab.plan.network import distinct_groups
+from trimtab.plan.placement import Degrees
+from trimtab.plan.planner import Plan, limits_in_order
+from trimtab.plan.search import Candidate, capacity
+
+
+class Coverage(TypedDict):
+    """How a prediction is backed: shares of time and of bytes."""
+
+    time_from_roofline: float
+    bytes_from_inventory: float
+    bytes_from_formulas: float
+
+
+def plan_as_dict(plan: Plan) -> dict[str, object]:
+    """The whole plan; bytes, seconds and tokens per second throughout."""
+    question, job = plan.question, plan.question.job
+    shown = [plan.best, *plan.found.candidates[1:]] if plan.best else []
+    return {
+        "model": question.outline.name,
+        "family": question.outline.family,
+        "trained_by_trimtab": question.outline.is_trained,
+        "cluster": question.cluster.name,
+        "placement": plan.headline,
+        "devices": question.ranks,
+        "goal": question.goal,
+        "feasible": plan.best is not None,
+        "method": job.method,
+        "base_dtype": job.base_dtype,
+        "seq_len": job.seq_len,
+        "tokens_per_step": job.seq_len * job.global_batch,
+        "memory_limit_bytes": capacity(question.cluster),
+        "binding_limit": plan.binding_limit,
+        "worst_input_grade": plan.worst_grade,
+        "weak_inputs": list(plan.weak_inputs),
+        "changes": [asdict(change) for change in plan.changes],
+        "bands": [asdict(band) for band in plan.bands],
+        "stages": [_memory(memory) for memory in plan.stages],
+        "coverage": coverage(plan),
+        "parallel": parallel_section(plan.best) if plan.best else None,
+        "layouts": [_layout(plan, c) for c in shown if c is not None],
+        "layouts_tried": plan.found.tried,
+    }
+
+
+def _layout(plan: Plan, c: Candidate) -> dict[str, object]:
+    degrees = asdict(c.layout.degrees)
+    return {
+        **degrees,
+        "dispatcher": c.layout.dispatcher,
+        "dispatcher_seconds": c.exchanges,
+        "recompute": "layer" if c.job.recompute.layers == "all" else "none",
+        "base": "resident" if c.layout.resident else "sharded",
+        "stages": [stage.num_layers for stage in c.layout.stages],
+        "memory_per_rank_bytes": {
+            **c.memory.lines, "allocated": c.memory.allocated, "reserved": c.memory.reserved,
+            "total": c.memory.total,
+        },
+        "reserved_band_bytes": [c.memory.allocated * share for share in FRAGMENTATION_BAND],
+        "host_bytes_per_rank": c.memory.host,
+        "step_time_s": c.step.seconds,
+        "step_parts_s": c.step.parts,
+        "tokens_per_second": c.tokens_per_second,
+        "exposed_all_to_all_share": c.step.exposed_exchange_share,
+        "worst_input_grade": plan.worst_grade,
+    }
+
+
+def _memory(memory: StageMemory) -> dict[str, object]:
+    return {
+        "stage": memory.stage, **memory.lines, "allocated": memory.allocated,
+        "reserved": memory.reserved, "total": memory.total,
+    }
+
+
+def coverage(plan: Plan) -> Coverage | None:
+    """Shares of time and bytes by how they were found.
+
+    Time is all from rooflines: no kernel of a preset was measured shape by shape.
+    """
+    if not plan.stages:
+        return None
+    worst = max(plan.stages, key=lambda memory: memory.total)
+    counted = ("base_weights", "adapters", "gradients", "moments", "masters")
+    exact = sum(worst.lines[name] for name in counted) / worst.total
+    return {
+        "time_from_roofline": 1.0, "bytes_from_inventory": exact, "bytes_from_formulas": 1 - exact,
+    }
+
+
+def parallel_section(candidate: Candidate) -> dict[str, object]:
+    """The `parallel:` section of a recipe for a layout."""
+    degrees = candidate.layout.degrees
+    section: dict[str, object] = {
+        "ep": degrees.ep, "dp_shard": degrees.dp_shard, "dp_replicate": degrees.dp_replicate,
+        "tp": degrees.tp, "pp": degrees.pp, "cp": degrees.cp,
+        "dispatcher": candidate.layout.dispatcher, "capacity_factor": None,
+    }
+    if degrees.pp > 1:
+        section["stages"] = [stage.num_layers for stage in candidate.layout.stages]
+    return section
+
+
+def parallel_yaml(candidate: Candidate) -> str:
+    """The section as YAML text."""
+    text: str = yaml.safe_dump({"parallel": parallel_section(candidate)}, sort_keys=False)
+    return text
+
+
+def why_dispatcher(plan: Plan) -> str:
+    """Why the chosen dispatcher, in one sentence; empty without experts on several ranks."""
+    best = plan.best
+    if best is None or not best.exchanges:
+        return ""
+    degrees, times = best.layout.degrees, best.exchanges
+    ordered = sorted(times, key=lambda name: times[name])
+    shown = ", ".join(f"{name} {times[name] * 1e3:.2f} ms" for name in ordered)
+    copies = _copies(plan, degrees)
+    return f"{best.layout.dispatcher} for experts on {degrees.ep} ranks: {shown} a layer{copies}"
+
+
+def _copies(plan: Plan, degrees: Degrees) -> str:
+    moes = [x.ffn for x in plan.question.outline.layers if hasattr(x.ffn, "top_k")]
+    ffn = moes[0]
+    experts, chosen = getattr(ffn, "num_experts", 0), getattr(ffn, "top_k", 0)
+    distinct = distinct_groups(experts, chosen, degrees.ep)
+    return f"; a token's {chosen} experts stand on {distinct:.1f} of {degrees.ep} ranks"
+
+
+def time_lines(plan: Plan) -> list[tuple[str, float]]:
+    """What the step goes into, in words, with shares, the largest first."""
+    return limits_in_order(plan.best.step) if plan.best else []

@@ -1,0 +1,132 @@
+"""Memory: exact state bytes, lines that sum, published peaks, and what each choice changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from trimtab.arch.load import load_outline
+from trimtab.arch.outline import Outline
+from trimtab.arch.presets import preset_config
+from trimtab.config.cluster import load_cluster
+from trimtab.plan.job import MEGATRON, Job, Recompute, choose_adapters
+from trimtab.plan.memory import Layout, MemoryModel, StageMemory
+from trimtab.plan.placement import Degrees
+from trimtab.plan.stages import split
+
+H200 = load_cluster("h200")
+LLAMA_70B = {
+    "model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 12, "vocab_size": 128256,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672,
+}
+DEEPSEEK_V3 = preset_config("deepseek-v3") | {
+    "num_hidden_layers": 4, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
+    "quantization_config": None,
+}
+
+
+@pytest.fixture(scope="module")
+def k3() -> Outline:
+    return load_outline(preset_config("kimi-k3"))
+
+
+def lora(outline: Outline, **values: object) -> Job:
+    base = Job(adapters=choose_adapters(outline, 32, ("attention",), "none"))
+    return replace(base, **values)  # type: ignore[arg-type]
+
+
+def worst(outline: Outline, job: Job, degrees: Degrees, *, resident: bool = True) -> StageMemory:
+    layout = Layout(degrees, split(outline, degrees.pp), "dedup", resident)
+    return MemoryModel(outline, job, H200).worst(layout)
+
+
+def test_the_stages_of_a_pipeline_together_hold_the_release_to_the_byte(k3: Outline) -> None:
+    model = MemoryModel(k3, lora(k3), H200)
+    for pp in (1, 4, 8, 16):
+        layout = Layout(Degrees(pp=pp), split(k3, pp), "dedup", resident=True)
+        base = sum(memory.lines["base_weights"] for memory in model.of_layout(layout))
+        assert base == 1_560_860_324_864
+
+
+def test_twelve_layers_on_eight_expert_ranks_are_what_a_published_run_holds(k3: Outline) -> None:
+    # 64 GB300: TP4 PP8 CP2 EP8, base in BF16; 92.3 GB by arithmetic, about 91 GB printed.
+    job = lora(k3, base_dtype="bf16")
+    degrees = Degrees(pp=8, cp=2, tp=4, ep=8)
+    stages = MemoryModel(k3, job, H200).of_layout(Layout(degrees, split(k3, 8), "flat", True))
+    counts = [stage.num_layers for stage in split(k3, 8)]
+    assert counts == [12] * 7 + [9]
+    assert stages[3].lines["base_weights"] == pytest.approx(92.3e9, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "cp", "seq", "peak"),
+    [(1, 2, 1, 4096, 66.552), (2, 1, 1, 4096, 60.680), (8, 1, 1, 4096, 28.286),
+     (2, 1, 4, 32768, 68.428), (1, 1, 8, 131072, 147.988)],
+)
+def test_published_peaks_of_dense_training(tp: int, pp: int, cp: int, seq: int, peak: float) -> None:
+    outline = load_outline(LLAMA_70B)
+    degrees = Degrees(pp=pp, dp_shard=8 // (tp * pp * cp), cp=cp, tp=tp)
+    job = Job(method="full", stack=MEGATRON, seq_len=seq, global_batch=4 * degrees.dp_shard,
+              recompute=Recompute("none"), routing=1.0)
+    found = worst(outline, job, degrees).allocated / 2**30
+    assert found == pytest.approx(peak, rel=0.004)
+
+
+def test_published_peak_of_expert_parallel_training() -> None:
+    outline = load_outline(DEEPSEEK_V3)
+    job = Job(method="full", stack=MEGATRON, seq_len=4096, global_batch=32,
+              recompute=Recompute("none"), routing=1.0)
+    found = worst(outline, job, Degrees(dp_shard=8, ep=8)).allocated / 2**30
+    assert found == pytest.approx(104.301, rel=0.01)
+
+
+def test_lines_sum_to_the_total(k3: Outline) -> None:
+    memory = worst(k3, lora(k3), Degrees(dp_shard=8, ep=8))
+    assert memory.total == pytest.approx(sum(memory.lines.values()))
+    outside = memory.lines["communication"] + memory.lines["context"]
+    assert memory.total == pytest.approx(memory.reserved + outside)
+
+
+def test_a_frozen_matrix_does_not_keep_its_input(k3: Outline) -> None:
+    few = lora(k3, adapters=choose_adapters(k3, 32, ("o_proj",), "none"), recompute=Recompute("none"))
+    many = lora(k3, recompute=Recompute("none"))
+    thin = lora(k3, adapters=choose_adapters(k3, 1, ("attention",), "none"),
+                recompute=Recompute("none"))
+    degrees = Degrees(dp_shard=8, ep=8)
+    kept = [worst(k3, job, degrees).lines["kept_activations"] for job in (few, many, thin)]
+    # Fewer targets keep less; a smaller rank does not.
+    assert kept[0] < kept[1] == kept[2]
+
+
+def test_recomputation_keeps_one_input_a_layer(k3: Outline) -> None:
+    memory = worst(k3, lora(k3, seq_len=4096), Degrees(dp_shard=8, ep=8))
+    assert memory.lines["kept_activations"] == 93 * 2 * 7168 * 4096
+    assert memory.lines["recomputed_layer"] > 0
+
+
+def test_a_packed_base_is_counted_packed(k3: Outline) -> None:
+    degrees = Degrees(dp_shard=16, ep=16)
+    native, bf16 = (
+        worst(k3, lora(k3, base_dtype=dtype), degrees).lines["base_weights"]
+        for dtype in ("native", "bf16")
+    )
+    experts = 2_722_740_830_208 / 16
+    assert bf16 - native == pytest.approx(experts * (2 - 0.53125), rel=1e-3)
+
+
+def test_imbalance_costs_memory_and_capacity_bounds_it(k3: Outline) -> None:
+    degrees = Degrees(dp_shard=64, ep=64)
+    totals = [
+        worst(k3, lora(k3, routing=load, capacity_factor=cap), degrees).total
+        for load, cap in ((1.0, None), (1.6, None), (1.6, 1.0))
+    ]
+    assert totals[0] == totals[2] < totals[1]
+
+
+def test_no_stage_begins_with_a_layer_that_takes_another_ones_selection() -> None:
+    outline = load_outline(preset_config("glm-5-tiny"))
+    for pp in (2, 3):
+        for stage in split(outline, pp)[1:]:
+            indexer = getattr(outline.layers[stage.first].mixer, "indexer", None)
+            assert indexer is None or indexer.share == "full"
