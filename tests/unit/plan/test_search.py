@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import replace
 
@@ -87,7 +88,7 @@ def test_goals(k3: Outline) -> None:
 def test_worse_routing_needs_more_of_both(k3: Outline) -> None:
     bands = ask(k3, "ascend-a3", 64).bands
     assert [band.name for band in bands] == ["balanced", "typical", "worst"]
-    for a, b in zip(bands, bands[1:], strict=False):
+    for a, b in itertools.pairwise(bands):
         assert a.memory < b.memory and a.step_seconds < b.step_seconds
 
 

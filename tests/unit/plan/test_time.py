@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -40,7 +41,7 @@ def test_a_stage_never_does_two_things_and_holds_no_more_than_its_depth() -> Non
     _, slots = simulate([1.0, 3.0, 1.0, 2.0], [2.0, 3.0, 2.0, 4.0], [0.5] * 3, 12)
     for stage in range(4):
         mine = sorted((s for s in slots if s.stage == stage), key=lambda s: s.start)
-        assert all(a.end <= b.start + 1e-9 for a, b in zip(mine, mine[1:], strict=False))
+        assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(mine))
         held = peak = 0
         for slot in mine:
             held += 1 if slot.is_forward else -1
