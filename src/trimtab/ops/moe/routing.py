@@ -55,5 +55,14 @@ def expert_weights(scores: Tensor, ids: Tensor, rule: RouterRule) -> Tensor:
 
 
 def top_indices(values: Tensor, k: int) -> Tensor:
-    """Indices of the k largest along the last dimension; of equal values the lowest index wins."""
-    return torch.sort(values, dim=-1, descending=True, stable=True).indices[..., :k]
+    """Indices of the k largest along the last dimension, in any order.
+
+    Of equal values the lowest index wins, which only a stable sort promises; few rows need it.
+    """
+    best = values.topk(k, dim=-1, sorted=False)
+    least = best.values.amin(-1, keepdim=True)
+    tied = (values >= least).sum(-1) > k
+    if bool(tied.any()):
+        rows = values[tied]
+        best.indices[tied] = torch.sort(rows, dim=-1, descending=True, stable=True).indices[..., :k]
+    return best.indices

@@ -1,0 +1,80 @@
+"""Quantile Balancing: the selection bias that spreads tokens evenly, without a loss or a gradient.
+
+    alpha_i = (A+1)-th largest of s_i + b;  r_ij = alpha_i - s_ij      the bias that token i needs for j
+    b_j <- A/E quantile of {r_ij}_i;  b <- b - mean b
+
+so that over one global batch every expert gets T A / E tokens. Only histograms of r are kept; they
+add up over micro-batches and ranks.
+
+Source: Kimi K3 report, section 2.3.3, equations 13 and 14.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trimtab.ops.precision import island_dtype
+
+BINS = 1000
+
+
+@torch.no_grad()
+def bias_histogram(
+    scores: Tensor, bias: Tensor, top_k: int, valid: Tensor | None = None, bins: int = BINS
+) -> Tensor:
+    """How often each expert needs which bias.
+
+    Args:
+        scores: [T, E] after the sigmoid.
+        bias: [E], the bias that selected.
+        top_k: A, below E.
+        valid: [T] bool, False for padding, which does not count.
+        bins: of equal width between the bounds of `_bounds`.
+
+    Returns:
+        [E, bins] int64.
+    """
+    wide = island_dtype(scores)
+    s, b = scores.to(wide), bias.to(wide)
+    if valid is not None:
+        s = s[valid]
+    alpha = (s + b).topk(top_k + 1, dim=-1).values[:, -1:]
+    low, high = _bounds(b)
+    index = (((alpha - s) - low) * (bins / (high - low))).long().clamp(0, bins - 1)
+    experts = torch.arange(s.shape[1], device=s.device)
+    flat = (index + experts * bins).flatten()
+    return torch.bincount(flat, minlength=s.shape[1] * bins).view(-1, bins)
+
+
+@torch.no_grad()
+def balanced_bias(histogram: Tensor, bias: Tensor, top_k: int) -> Tensor:
+    """The new bias.
+
+    Args:
+        histogram: [E, bins], the sum of `bias_histogram` over the global batch.
+        bias: [E], the bias that selected in it.
+        top_k: A.
+
+    Returns:
+        [E] in the dtype of `bias`, with mean 0; `bias` itself if the batch was empty.
+    """
+    experts, bins = histogram.shape
+    total = int(histogram[0].sum())
+    if total == 0:
+        return bias.clone()
+    wide = island_dtype(bias)
+    low, high = _bounds(bias.to(wide))
+    wanted = total * top_k / experts
+    reached = torch.cumsum(histogram, -1)
+    index = (reached < wanted).sum(-1, keepdim=True).clamp(max=bins - 1)
+    inside = histogram.gather(-1, index).to(wide)
+    before = reached.gather(-1, index).to(wide) - inside
+    share = (wanted - before) / inside.clamp(min=1)
+    new = low + (index.to(wide) + share).squeeze(-1) * ((high - low) / bins)
+    return (new - new.mean()).to(bias.dtype)
+
+
+def _bounds(bias: Tensor) -> tuple[float, float]:
+    """Between these lies every needed bias, since scores lie in [0, 1]."""
+    return float(bias.min()) - 1.0, float(bias.max()) + 1.0
