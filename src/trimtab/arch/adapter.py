@@ -19,7 +19,9 @@ from trimtab.arch.spec import ArchSpec
 from trimtab.errors import AdapterError
 
 Scaling = Literal["standard", "rslora"]
+ExpertLayout = Literal["per_expert", "shared_outer"]
 Experts = Literal["none", "per_expert", "shared_outer"]
+Side = Literal["A", "B"]
 
 GROUPS: dict[str, tuple[Owner, ...]] = {
     "attention": ("kda", "mla", "gqa", "gated_delta"),
@@ -44,14 +46,42 @@ _REFUSED: dict[Owner, str] = {
 }
 _LAYER_KIND: dict[Owner, str] = {
     "kda": "kda", "mla": "mla", "dense_ffn": "dense", "shared_expert": "moe", "latent": "moe",
-    "projector": "vision", "gqa": "gqa", "gated_delta": "gated_delta",
+    "routed_expert": "moe", "projector": "vision", "gqa": "gqa", "gated_delta": "gated_delta",
 }
 _MASTER_BYTES = 4  # adapters are float32
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertAxes:
+    """What a target that is all routed experts of a layer has beside input, output and rank.
+
+    Args:
+        num_experts: E.
+        layout: `per_expert` has A and B for every expert; `shared_outer` shares the outer matrix of
+            the layer, A of gate_up and B of down.
+        parts: matrices with one input that lie above one another: 2 for gate_up, 1 for down.
+        split_a: gate and up have an A each; else one A serves both.
+    """
+
+    num_experts: int
+    layout: ExpertLayout
+    parts: int
+    split_a: bool = False
+
+    def shares(self, side: Side) -> bool:
+        """Whether all experts have one A, or one B."""
+        return self.layout == "shared_outer" and (side == "A") == (self.parts == 2)
+
+    def lead(self, side: Side) -> tuple[int, ...]:
+        """The dimensions of A or B in front of its two matrix dimensions."""
+        experts = () if self.shares(side) else (self.num_experts,)
+        parts = (2,) if self.parts == 2 and (side == "B" or self.split_a) else ()
+        return experts + parts
+
+
+@dataclass(frozen=True, slots=True)
 class LoRATarget:
-    """One linear module that gets an adapter `y += scaling * B (A x)`.
+    """One linear module, or the experts of a layer, that gets an adapter `y += scaling * B (A x)`.
 
     Args:
         fqn: module name, without `.weight`.
@@ -63,6 +93,8 @@ class LoRATarget:
         owner: kind of module.
         layer: decoder layer.
         use_rslora: scale by alpha / sqrt(rank) instead of alpha / rank.
+        experts: further axes of A and B where the target is the routed experts of a layer; the
+            features are then those of one expert's gate, up or down matrix.
     """
 
     fqn: str
@@ -74,6 +106,7 @@ class LoRATarget:
     owner: Owner
     layer: int | None
     use_rslora: bool = False
+    experts: ExpertAxes | None = None
 
     @property
     def scaling(self) -> float:
@@ -93,7 +126,13 @@ class LoRATarget:
     @property
     def num_parameters(self) -> int:
         """Elements of A and B together."""
-        return self.rank * (self.in_features + self.out_features)
+        return math.prod(self.shape("A")) + math.prod(self.shape("B"))
+
+    def shape(self, side: Side) -> tuple[int, ...]:
+        """A [rank, in] or B [out, rank], behind the axes of the experts."""
+        lead = () if self.experts is None else self.experts.lead(side)
+        matrix = (self.rank, self.in_features) if side == "A" else (self.out_features, self.rank)
+        return lead + matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,17 +203,12 @@ def resolve_targets(
 
     Each word of `target_modules` is a group word, a literal name (a leaf such as `q_proj` or a
     dotted tail such as `shared_experts.up_proj`), a shell pattern, or a regular expression after
-    `re:` that must match the whole module name.
+    `re:` that must match the whole module name. `experts` adds the routed experts of every layer.
 
     Raises:
-        AdapterError: TT501 where a word matches nothing (the nearest names are listed), TT503
-            where all it matches must not be trained.
+        AdapterError: TT501 where a word matches nothing (the nearest names are listed) or the model
+            has no routed experts, TT503 where all it matches must not be trained.
     """
-    if experts != "none":
-        raise AdapterError(
-            "TT503", "finetune.lora.experts", "LoRA on routed experts is not supported yet",
-            value=experts, hint="use `experts: none`; shared experts take the word shared_experts",
-        )
     params = inventory(arch)
     chosen: set[str] = set()
     for position, word in enumerate(target_modules):
@@ -182,15 +216,29 @@ def resolve_targets(
         chosen |= {p.name for p in _matches(params, word, where)}
     if not chosen:
         raise AdapterError("TT501", "finetune.lora.target_modules", "names no module", value="[]")
+    if experts != "none":
+        routed = {p.name for p in params if p.owner == "routed_expert"}
+        if not routed:
+            raise AdapterError("TT501", "finetune.lora.experts", "the model has no routed experts",
+                               value=experts, hint="use `experts: none`")
+        chosen |= routed
     return tuple(
         LoRATarget(
-            fqn=_module(p), in_features=p.shape[1], out_features=p.shape[0], rank=rank,
+            fqn=_module(p), in_features=p.shape[-1], out_features=p.shape[-2], rank=rank,
             alpha=float(alpha), dropout=dropout, owner=p.owner, layer=p.layer,
             use_rslora=scaling == "rslora",
+            experts=None if experts == "none" else expert_axes(p, experts),
         )
         for p in params
         if p.name in chosen
     )
+
+
+def expert_axes(p: ParamSpec, layout: ExpertLayout) -> ExpertAxes | None:
+    """The axes of routed experts, [E, 2, F, D] or [E, D, F]; None for any other parameter."""
+    if p.owner != "routed_expert":
+        return None
+    return ExpertAxes(p.shape[0], layout, 2 if len(p.shape) == 4 else 1)
 
 
 def full_targets(arch: ArchSpec) -> tuple[ParamSpec, ...]:
@@ -218,7 +266,7 @@ def target_table(
     """
     available: dict[tuple[str, str], int] = {}
     for p in inventory(arch):
-        if _is_trainable(p):
+        if _is_trainable(p) or p.owner == "routed_expert":
             key = (_leaf(p), _LAYER_KIND[p.owner])
             available[key] = available.get(key, 0) + 1
     grouped: dict[tuple[str, str], list[LoRATarget]] = {}
@@ -234,7 +282,18 @@ def target_table(
         total = sum(p.numel for p in full)
         rows.append(TargetRow("projector", "full", len(full), len(full), total,
                               total * _MASTER_BYTES, "projector"))
-    return TargetTable(tuple(rows), tuple(_coverage(available, grouped)))
+    notes = (*_coverage(available, grouped), *_expert_notes(targets))
+    return TargetTable(tuple(rows), notes)
+
+
+def _expert_notes(targets: Sequence[LoRATarget]) -> list[str]:
+    """How many experts are adapted, and how."""
+    gate_up = [t for t in targets if t.experts is not None and t.experts.parts == 2]
+    found = {(t.experts.num_experts, t.experts.layout) for t in gate_up if t.experts is not None}
+    return [
+        f"routed experts: {count} in each of {len(gate_up)} layers, {layout}"
+        for count, layout in sorted(found)
+    ]
 
 
 def _coverage(
@@ -324,7 +383,7 @@ def _leaf_of(module: str) -> str:
     if module.startswith("projector."):
         return module
     parent, leaf = module.rsplit(".", 2)[-2:]
-    return f"{parent}.{leaf}" if parent == "shared_experts" else leaf
+    return f"{parent}.{leaf}" if parent in ("shared_experts", "experts") else leaf
 
 
 def _nearest(params: Sequence[ParamSpec], word: str) -> str:

@@ -9,20 +9,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from trimtab.models.expert_lora import ExpertAdapter
 from trimtab.ops.moe.stored import DenseMatrices
 
 
 class DenseWeight(nn.Module):
-    """Expert matrices in a floating dtype.
+    """Expert matrices in a floating dtype, with an optional LoRA child.
 
     Args:
         shape: [E, 2, F, D] for gate and up, [E, D, F] for down.
         dtype: storage dtype.
     """
 
+    lora: ExpertAdapter | None
+
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         super().__init__()
+        self.shape = shape
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+        self.register_module("lora", None)
 
     @property
     def matrices(self) -> DenseMatrices:

@@ -1,4 +1,4 @@
-"""LoRA on the model's Linear modules: y += scaling * B A dropout(x).
+"""LoRA on the model's Linear modules: y += scaling * B A dropout(x), and all adapters of a model.
 
 A and B are float32 and their own masters. No random state: the initial A follows from
 (seed, module name), a dropout mask from (seed, step, module name, global token number, feature),
@@ -7,7 +7,6 @@ so that any layout, and recomputation, sees the same numbers.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,8 +17,12 @@ from torch import Tensor, nn
 from trimtab.arch.adapter import LoRATarget
 from trimtab.errors import AdapterError
 from trimtab.models.context import ForwardContext
+from trimtab.models.expert_lora import ExpertAdapter
+from trimtab.models.experts import DenseWeight
 from trimtab.models.full import full_modules, full_parameters, merge_full, put_back
 from trimtab.models.linear import Linear
+from trimtab.models.packed import PackedWeight
+from trimtab.models.seeds import name_seed
 from trimtab.ops.dropout import keep_mask
 from trimtab.ops.precision import linear
 
@@ -50,11 +53,11 @@ class LoRA(nn.Module):
             x = x * self._dropout_mask(x, ctx)
         return linear(linear(x, self.A), self.B) * self.scaling
 
-    def delta(self) -> Tensor:
-        """scaling * B A, [out, in] float32."""
+    def delta(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """scaling * B A, [out, in], computed in `dtype`."""
         if not self.enabled:
-            return torch.zeros(self.B.shape[0], self.A.shape[1])
-        return (self.B @ self.A) * self.scaling
+            return torch.zeros(self.B.shape[0], self.A.shape[1], dtype=dtype)
+        return (self.B.to(dtype) @ self.A.to(dtype)) * self.scaling
 
     def _dropout_mask(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         if ctx.dropout is None or ctx.token_ids is None:
@@ -64,32 +67,37 @@ class LoRA(nn.Module):
         return kept.to(x.dtype) / (1.0 - self.dropout)
 
 
-def name_seed(seed: int, name: str) -> int:
-    """A 63-bit seed that depends on `seed` and `name` only."""
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+Adapter = LoRA | ExpertAdapter
+"""Both have A, B, `scaling` and `enabled`."""
 
 
 def inject(model: nn.Module, targets: Sequence[LoRATarget], seed: int) -> None:
     """Give every target a LoRA child; they are the only trainable parameters afterwards.
 
     Raises:
-        AdapterError: a target is not a Linear of the model or has other sizes.
+        AdapterError: a target is not a Linear or the experts of the model, or has other sizes.
     """
     for target in targets:
         module = model.get_submodule(target.fqn)
-        shape = (target.out_features, target.in_features)
-        if not isinstance(module, Linear) or tuple(module.weight.shape) != shape:
-            raise AdapterError("TT502", target.fqn, f"is not a linear map of shape {shape}")
-        module.lora = LoRA(target, seed).to(module.weight.device)
+        matrix = (target.out_features, target.in_features)
+        if target.experts is None:
+            if not isinstance(module, Linear) or tuple(module.weight.shape) != matrix:
+                raise AdapterError("TT502", target.fqn, f"is not a linear map of shape {matrix}")
+            module.lora = LoRA(target, seed).to(module.weight.device)
+            continue
+        parts = (2,) if target.experts.parts == 2 else ()
+        shape = (target.experts.num_experts, *parts, *matrix)
+        if not isinstance(module, DenseWeight | PackedWeight) or module.shape != shape:
+            raise AdapterError("TT502", target.fqn, f"is not the experts of shape {shape}")
+        module.lora = ExpertAdapter(target, seed).to(next(module.parameters()).device)
 
 
-def lora_modules(model: nn.Module) -> dict[str, LoRA]:
-    """LoRA children by the name of the Linear they sit on."""
+def lora_modules(model: nn.Module) -> dict[str, Adapter]:
+    """LoRA children by the name of the module they sit on."""
     return {
         name.removesuffix(".lora"): module
         for name, module in model.named_modules()
-        if isinstance(module, LoRA)
+        if isinstance(module, Adapter)
     }
 
 
@@ -125,11 +133,35 @@ def disabled(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def merge(model: nn.Module) -> None:
-    """Put everything trained into the base weights, in their storage dtype, and forget the rest."""
+    """Put everything trained into the base weights, in their storage dtype, and forget the rest.
+
+    Raises:
+        AdapterError: TT503, an adapter sits on packed experts, which cannot take it without loss.
+    """
+    adapters = lora_modules(model)
+    for name in adapters:
+        if isinstance(model.get_submodule(name), PackedWeight):
+            raise AdapterError("TT503", name, "packed weights cannot take an adapter without loss",
+                               hint="load the base in bf16 or fp32")
     merge_full(model)
-    for name, module in lora_modules(model).items():
+    for name, module in adapters.items():
         parent = model.get_submodule(name)
-        assert isinstance(parent, Linear), f"{name} holds a LoRA child but is no Linear"
-        wide = torch.promote_types(parent.weight.dtype, torch.float32)
-        parent.weight.copy_(parent.weight.to(wide) + module.delta().to(wide))
+        assert isinstance(parent, Linear | DenseWeight), f"{name} cannot take an adapter"
+        add_delta(parent.weight, parent.weight, module)
         parent.lora = None
+
+
+def add_delta(target: Tensor, weight: Tensor, adapter: Adapter) -> None:
+    """target = weight + scaling * B A, added in at least float32, one expert at a time.
+
+    Args:
+        target: of the shape of `weight`, which it may be; rounded to its own dtype.
+        weight: of the base.
+        adapter: that of the same module.
+    """
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    if isinstance(adapter, LoRA):
+        target.copy_(weight.to(wide) + adapter.delta(wide))
+        return
+    for expert in range(len(weight)):
+        target[expert].copy_(weight[expert].to(wide) + adapter.delta(expert, wide))

@@ -89,20 +89,26 @@ class Experts(nn.Module):
         )
         self.num_experts = e
 
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, ctx: ForwardContext) -> Tensor:
         """Weighted sum over each token's experts.
 
         Args:
             x: [T, D].
             ids: [T, A], distinct in each row; those outside [0, E) count for nothing.
             weights: [T, A].
+            ctx: the pack, for dropout of the adapters.
 
         Returns:
             [T, D], summed in at least float32 in ascending expert order.
         """
-        return self.ops.experts(
-            ExpertCall(x, ids, weights, self.gate_up.matrices, self.down.matrices, self.activation)
+        lora_gate_up, lora_down = (
+            None if module.lora is None else module.lora.pair(ctx)
+            for module in (self.gate_up, self.down)
         )
+        return self.ops.experts(ExpertCall(
+            x, ids, weights, self.gate_up.matrices, self.down.matrices, self.activation,
+            lora_gate_up, lora_down, ctx.token_ids,
+        ))
 
 
 class MoE(nn.Module):
@@ -138,7 +144,7 @@ class MoE(nn.Module):
             real = ids if ctx.valid is None else ids[ctx.valid]
             ctx.stats(self.layer, self._tokens_per_expert(real))
         z = x if self.latent_down is None else self.latent_down(x, ctx)
-        m: Tensor = self.experts(z, ids, weights)
+        m: Tensor = self.experts(z, ids, weights, ctx)
         if self.latent_norm is not None:
             m = self.latent_norm(m)
         if self.latent_up is not None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.arch.quantization import PackedForm
+from trimtab.models.expert_lora import ExpertAdapter
 from trimtab.ops.packed import DECODE, SCALE_DTYPES, DecodeOp, PackedMatrices
 
 
@@ -31,12 +32,15 @@ class PackedWeight(nn.Module):
     never spans the gate and the up matrix.
     """
 
+    lora: ExpertAdapter | None
+
     def __init__(
         self, shape: tuple[int, ...], form: PackedForm, decode: DecodeOp = DECODE
     ) -> None:
         super().__init__()
         self.shape, self.form = shape, form
         self._decode = decode
+        self.register_module("lora", None)
         experts, *parts, rows, width = shape
         self.num_parts = prod(parts)
         height, span = form.block

@@ -19,9 +19,12 @@ from trimtab.arch.spec import ArchSpec
 from trimtab.checkpoint.adapter import load_adapter
 from trimtab.models.context import ForwardContext
 from trimtab.models.decoder import CausalLM
+from trimtab.models.expert_lora import ExpertAdapter
+from trimtab.models.experts import DenseWeight
 from trimtab.models.full import Trainable, full_modules
 from trimtab.models.linear import Linear
-from trimtab.models.lora import LoRA, disabled, lora_modules
+from trimtab.models.lora import Adapter, LoRA, add_delta, disabled, lora_modules
+from trimtab.models.packed import PackedWeight
 from trimtab.models.tape import ChoiceTape
 from trimtab.train.batch import MicroBatch, on_device
 from trimtab.verdict import Verdict
@@ -89,29 +92,35 @@ def _logits(model: CausalLM, batch: MicroBatch, tape: ChoiceTape) -> Tensor:
 
 @contextmanager
 def _merged(model: CausalLM, *, rounded: bool) -> Iterator[None]:
-    """Adapted modules carry merged weights and no adapter inside the block."""
-    kept: list[tuple[Trainable, Parameter, LoRA | None]] = [
+    """Adapted modules carry merged weights and no adapter inside the block; packed ones keep it."""
+    kept: list[tuple[Trainable | DenseWeight, Parameter, Adapter | None]] = [
         (module, module.weight, None) for _, module, _ in full_modules(model)
     ]
     storage = {id(module): frozen.weight.dtype for _, module, frozen in full_modules(model)}
     for name, lora in lora_modules(model).items():
         module = model.get_submodule(name)
-        assert isinstance(module, Linear), f"{name} holds a LoRA child but is no Linear"
+        if isinstance(module, PackedWeight):  # nothing to merge into without packing anew
+            continue
+        assert isinstance(module, Linear | DenseWeight), f"{name} cannot take an adapter"
         kept.append((module, module.weight, lora))
     try:
         for module, weight, child in kept:
-            wide = torch.promote_types(weight.dtype, torch.float32)
-            merged = weight.detach().to(wide)
-            if child is not None:
-                # In the wide type throughout: a float32 product would show in a float64 base.
-                merged = merged + (child.B.to(wide) @ child.A.to(wide)) * child.scaling
             dtype = storage.get(id(module), weight.dtype)
-            module.weight = Parameter(merged.to(dtype) if rounded else merged, requires_grad=False)
-            if isinstance(module, Linear):
+            if not rounded:
+                dtype = torch.promote_types(weight.dtype, torch.float32)
+            merged = weight.detach().to(dtype, copy=True)
+            if child is not None:
+                add_delta(merged, weight.detach(), child)
+            module.weight = Parameter(merged, requires_grad=False)
+            if isinstance(module, Linear | DenseWeight):
                 module.lora = None
         yield
     finally:
         for module, weight, child in kept:
             module.weight = weight
             if isinstance(module, Linear):
+                assert not isinstance(child, ExpertAdapter)
+                module.lora = child
+            elif isinstance(module, DenseWeight):
+                assert not isinstance(child, LoRA)
                 module.lora = child

@@ -105,9 +105,12 @@ def test_a_wide_pattern_leaves_frozen_modules_out(arch: ArchSpec) -> None:
     assert "layers.0.mlp.up_proj" in fqns
 
 
-def test_routed_experts_wait_for_their_issue(arch: ArchSpec) -> None:
-    with pytest.raises(AdapterError, match=r"TT503.*not supported yet"):
-        pick(arch, "q_proj", experts="per_expert")
+def test_routed_experts_come_beside_the_named_modules(arch: ArchSpec) -> None:
+    targets = pick(arch, "q_proj", experts="per_expert")
+    assert {t.leaf for t in targets} == {"q_proj", "gate_up", "down"}
+    dense = replace(arch, layers=arch.layers[:1])
+    with pytest.raises(AdapterError, match=r"TT501.*no routed experts"):
+        pick(dense, "q_proj", experts="per_expert")
 
 
 def test_rslora_divides_by_the_root(arch: ArchSpec) -> None:
