@@ -60,25 +60,17 @@ def workspace_bytes(case: OpCase) -> int:
     shapes = case.shapes
     key, value = shapes["K"], shapes["V"]
     states = _SEGMENTS.rows(shapes["B"] * shapes["T"], shapes["B"]) * shapes["H"] * key * value
-    return 4 * (torch.get_num_threads() * backward_floats(key, value) + states)
+    return 4 * (torch.get_num_threads() * _buffer_floats(key, value) + states)
 
 
-def forward_floats(key: int, value: int) -> int:
-    """Size of one thread's forward buffer; the kernel pads K and V to multiples of 16."""
+def _buffer_floats(key: int, value: int) -> int:
+    """Size of one thread's backward buffer; the kernel pads K and V to multiples of 16."""
     key, value = _padded(key), _padded(value)
-    return _chunk_floats(key) + 2 * CHUNK**2 + key * value + 3 * CHUNK * value
-
-
-def backward_floats(key: int, value: int) -> int:
-    """Size of one thread's backward buffer."""
-    key, value = _padded(key), _padded(value)
+    chunk = 15 * CHUNK * key + 20 * key + CHUNK + CHUNK**2
     kept = key * value + 2 * CHUNK * value + 2 * CHUNK**2
     own = 3 * CHUNK * value + 2 * CHUNK**2 + 2 * key * value + 4 * CHUNK * key + key + CHUNK
-    return _chunk_floats(key) + _SEGMENT_CHUNKS * kept + own
-
-
-def _chunk_floats(key: int) -> int:
-    return 15 * CHUNK * key + 17 * key + CHUNK + CHUNK**2
+    gaps = (33 + 5 * _SEGMENT_CHUNKS) * 48  # between its arrays
+    return chunk + _SEGMENT_CHUNKS * kept + own + gaps
 
 
 def _padded(size: int) -> int:
@@ -95,11 +87,13 @@ def _forward(
     final = g.new_empty(sequences, heads, key, value, dtype=island_dtype(g))
     states = _SEGMENTS.empty(g, v, sequences, save)
     threads = torch.get_num_threads()
-    work = final.new_empty(threads * forward_floats(key, value))
-    library("kda").kda_forward(
+    kernel = library("kda")
+    floats = _floats(kernel, 0, key, value)
+    work = final.new_empty(threads * floats)
+    kernel.kda_forward(
         _at(cu_seqlens), sequences, heads, key, value, ctypes.c_float(scale),
         *_tensors([q, k, v, g, beta, out]), _at(initial_state), _at(states if save else None),
-        _at(final), threads, _at(work), ctypes.c_int64(forward_floats(key, value)),
+        _at(final), threads, _at(work), ctypes.c_int64(floats),
     )
     return out, final, states
 
@@ -112,13 +106,21 @@ def _backward(
     dq, dk, dv, dg, dbeta = (torch.empty_like(x) for x in (q, k, v, g, beta))
     dinitial = torch.empty_like(dfinal)
     threads = torch.get_num_threads()
-    work = dfinal.new_empty(threads * backward_floats(key, value))
-    library("kda").kda_backward(
+    kernel = library("kda")
+    floats = _floats(kernel, 1, key, value)
+    work = dfinal.new_empty(threads * floats)
+    kernel.kda_backward(
         _at(cu_seqlens), cu_seqlens.shape[0] - 1, heads, key, value, ctypes.c_float(scale),
         *_tensors([q, k, v, g, beta, dout, dq, dk, dv, dg, dbeta]), _at(states), _at(dfinal),
-        _at(dinitial), threads, _at(work), ctypes.c_int64(backward_floats(key, value)),
+        _at(dinitial), threads, _at(work), ctypes.c_int64(floats),
     )
     return dq, dk, dv, dg, dbeta, dinitial
+
+
+def _floats(kernel: ctypes.CDLL, backward: int, key: int, value: int) -> int:
+    count = kernel.kda_floats
+    count.restype = ctypes.c_int64
+    return int(count(backward, key, value))
 
 
 def _at(x: Tensor | None) -> ctypes.c_void_p:

@@ -76,13 +76,18 @@ void store_row(const Tensor &x, stride offset, int n, const float *from) {
 // The rows of one chunk of one head in a [T, H, n] tensor.
 struct Rows {
   stride token, heads, head;
-  int valid;
+  int valid, ahead;  // rows of the chunk; how far on the next chunk's rows are
   stride at(int row, int n) const { return ((token + row) * heads + head) * n; }
 };
 
 void load_rows(const Tensor &x, const Rows &rows, int n, int width, float factor, float *out) {
-  for (int r = 0; r < rows.valid; r++)
+  const int bytes = x.bfloat16 ? 2 : 4;
+  for (int r = 0; r < rows.valid; r++) {
+    // Rows of one head lie apart: the machine does not foresee them.
+    const char *next = (const char *)x.data + rows.at(r + rows.ahead, n) * bytes;
+    for (int b = 0; b < n * bytes; b += 64) __builtin_prefetch(next + b);
     load_row(x, rows.at(r, n), n, width, factor, out + r * width);
+  }
   std::memset(out + rows.valid * width, 0, (C - rows.valid) * width * sizeof(float));
 }
 
@@ -98,82 +103,98 @@ struct Chunk {
   float *q8, *k8, *q16, *k16;
   float *qs, *ks, *kd;      // q from, k from (adjacent), k to
   float *total;             // [Kp]
+  float *run8, *run16, *run32;  // [Kp], products so far
   float *beta;              // [C]
   float *columns;           // [Kp][16]
   float *P, *M, *L;         // [C][C]; L = beta M
 };
 
+// Hands out a thread's buffer. Arrays begin at different offsets within a page, or loads would wait
+// for stores to other arrays.
 struct Cursor {
-  float *at;
+  float *base;
+  stride used = 0;
   float *take(int n) {
-    float *p = at;
-    at += n;
+    float *p = base + used;
+    used += n + 48;
     return p;
   }
 };
 
 Chunk chunk_buffers(Cursor &cursor, int Kp) {
-  Chunk c;
-  float **all[] = {&c.q, &c.k, &c.g, &c.a, &c.w8, &c.w16, &c.from, &c.to,
-                   &c.q8, &c.k8, &c.q16, &c.k16, &c.qs, &c.ks, &c.kd};
+  Chunk c{};
+  float **all[] = {&c.q,  &c.k,  &c.g,  &c.a,   &c.w8,  &c.w16, &c.from,
+                   &c.to, &c.q8, &c.k8, &c.q16, &c.k16, &c.kd};
   for (float **p : all) *p = cursor.take(C * Kp);
+  c.qs = cursor.take(2 * C * Kp), c.ks = c.qs + C * Kp;
   c.total = cursor.take(Kp);
+  c.run8 = cursor.take(Kp), c.run16 = cursor.take(Kp), c.run32 = cursor.take(Kp);
   c.beta = cursor.take(C);
   c.columns = cursor.take(Kp * 16);
   c.L = cursor.take(C * C);
   return c;
 }
 
+void store_at(float *p, stride at, v8 x) { store(p + at, x); }
+
+// One row further from the chunk's start; `Backward` keeps the decays themselves too.
+template <bool Backward>
+void decay_down(const Chunk &c, int Kp, int i) {
+  for (int d = 0; d < Kp; d += 8) {
+    const stride at = i * Kp + d;
+    const v8 g = load(c.g + at), floor = splat(FLOOR), q = load(c.q + at), k = load(c.k + at);
+    const v8 a = vec::exp(g < floor ? floor : g);
+    const v8 by8 = i % 8 ? load(c.run8 + d) * a : a;
+    const v8 by16 = i % 16 ? load(c.run16 + d) * a : a;
+    const v8 all = i ? load(c.total + d) * a : a;
+    store(c.run8 + d, by8), store(c.run16 + d, by16), store(c.total + d, all);
+    store_at(c.a, at, a);
+    store_at(c.qs, at, q * all), store_at(c.ks, at, k * all);
+    if (Backward) store_at(c.from, at, all);
+    if (i % 16 >= 8) {
+      store_at(c.q8, at, q * by8), store_at(c.k8, at, k * by8);
+      if (Backward) store_at(c.w8, at, by8);
+    }
+    if (i >= 16) {
+      store_at(c.q16, at, q * by16), store_at(c.k16, at, k * by16);
+      if (Backward) store_at(c.w16, at, by16);
+    }
+  }
+}
+
+// One row further from the chunk's end.
+template <bool Backward>
+void decay_up(const Chunk &c, int Kp, int i) {
+  const v8 one = splat(1.f);
+  for (int d = 0; d < Kp; d += 8) {
+    const stride at = i * Kp + d;
+    const v8 k = load(c.k + at), after = i < C - 1 ? load(c.a + at + Kp) : one;
+    const v8 by8 = i % 8 < 7 ? load(c.run8 + d) * after : one;
+    const v8 by16 = i % 16 < 15 ? load(c.run16 + d) * after : one;
+    const v8 all = i < C - 1 ? load(c.run32 + d) * after : one;
+    store(c.run8 + d, by8), store(c.run16 + d, by16), store(c.run32 + d, all);
+    store_at(c.kd, at, k * all);
+    if (Backward) store_at(c.to, at, all);
+    if (i % 16 < 8) {
+      store_at(c.k8, at, k * by8);
+      if (Backward) store_at(c.w8, at, by8);
+    }
+    if (i < 16) {
+      store_at(c.k16, at, k * by16);
+      if (Backward) store_at(c.w16, at, by16);
+    }
+  }
+}
+
 // Load q, k, g, beta and multiply the decays up.
+template <bool Backward>
 void prepare(const Call &call, const Rows &rows, int Kp, const Chunk &c) {
   load_rows(call.q, rows, call.K, Kp, call.scale, c.q);
   load_rows(call.k, rows, call.K, Kp, 1.f, c.k);
   load_rows(call.g, rows, call.K, Kp, 1.f, c.g);
   load_rows(call.beta, rows, 1, 1, 1.f, c.beta);
-  for (int d = 0; d < Kp; d += 8) {
-    v8 by8 = splat(1.f), by16 = by8, all = by8;
-    for (int i = 0; i < C; i++) {
-      const int at = i * Kp + d;
-      const v8 g = load(c.g + at), floor = splat(FLOOR);
-      const v8 a = vec::exp(g < floor ? floor : g), q = load(c.q + at), k = load(c.k + at);
-      by8 = i % 8 ? by8 * a : a;
-      by16 = i % 16 ? by16 * a : a;
-      all = all * a;
-      store(c.a + at, a);
-      store(c.from + at, all);
-      store(c.qs + at, q * all);
-      store(c.ks + at, k * all);
-      if (i % 16 >= 8) {
-        store(c.w8 + at, by8);
-        store(c.q8 + at, q * by8);
-        store(c.k8 + at, k * by8);
-      }
-      if (i >= 16) {
-        store(c.w16 + at, by16);
-        store(c.q16 + at, q * by16);
-        store(c.k16 + at, k * by16);
-      }
-    }
-    store(c.total + d, all);
-    by8 = by16 = all = splat(1.f);
-    for (int i = C - 1; i >= 0; i--) {
-      const int at = i * Kp + d;
-      const v8 k = load(c.k + at), a = load(c.a + at);
-      if (i % 16 < 8) {
-        store(c.w8 + at, by8);
-        store(c.k8 + at, k * by8);
-      }
-      if (i < 16) {
-        store(c.w16 + at, by16);
-        store(c.k16 + at, k * by16);
-      }
-      store(c.to + at, all);
-      store(c.kd + at, k * all);
-      by8 = i % 8 ? by8 * a : splat(1.f);
-      by16 = i % 16 ? by16 * a : splat(1.f);
-      all = all * a;
-    }
-  }
+  for (int i = 0; i < C; i++) decay_down<Backward>(c, Kp, i);
+  for (int i = C - 1; i >= 0; i--) decay_up<Backward>(c, Kp, i);
 }
 
 // Scores of pairs inside one block of 8 rows; W vectors of channels at a time.
@@ -302,13 +323,24 @@ void store_state(const float *S, int K, int V, int Vp, float *to) {
 // Segments of sequence n start at this index; the ranges of two sequences never meet.
 stride first_segment(const Call &call, int n) { return call.cu[n] / (C * SEGMENT) + n; }
 
+struct ForwardBuffers {
+  Chunk c;
+  float *S, *x, *delta, *out;
+};
+
+ForwardBuffers forward_buffers(Cursor &cursor, int Kp, int Vp) {
+  ForwardBuffers b;
+  b.c = chunk_buffers(cursor, Kp);
+  b.c.P = cursor.take(C * C), b.c.M = cursor.take(C * C);
+  b.S = cursor.take(Kp * Vp), b.x = cursor.take(C * Vp), b.delta = cursor.take(C * Vp);
+  b.out = cursor.take(C * Vp);
+  return b;
+}
+
 void forward(const Call &call, int n, int h, float *work) {
   const int K = call.K, V = call.V, Kp = padded(K), Vp = padded(V);
   Cursor cursor{work};
-  Chunk c = chunk_buffers(cursor, Kp);
-  c.P = cursor.take(C * C), c.M = cursor.take(C * C);
-  float *S = cursor.take(Kp * Vp), *x = cursor.take(C * Vp), *delta = cursor.take(C * Vp);
-  float *out = cursor.take(C * Vp);
+  const auto [c, S, x, delta, out] = forward_buffers(cursor, Kp, Vp);
   const stride head_state = (stride)K * V, begin = call.cu[n], end = call.cu[n + 1];
   const stride own = ((stride)n * call.H + h) * head_state;
   load_state(call.initial ? call.initial + own : nullptr, K, V, Kp, Vp, S);
@@ -317,8 +349,8 @@ void forward(const Call &call, int n, int h, float *work) {
       const stride segment = first_segment(call, n) + chunk / SEGMENT;
       store_state(S, K, V, Vp, call.states + (segment * call.H + h) * head_state);
     }
-    const Rows rows{t, call.H, h, end - t < C ? int(end - t) : C};
-    prepare(call, rows, Kp, c);
+    const Rows rows{t, call.H, h, end - t < C ? int(end - t) : C, C};
+    prepare<false>(call, rows, Kp, c);
     load_rows(call.v, rows, V, Vp, 1.f, x);
     chunk_forward(c, Kp, Vp, S, x, delta, out);
     store_rows(call.o, rows, V, Vp, out);
@@ -333,7 +365,7 @@ struct Kept {
 };
 
 struct Gradients {
-  float *y, *dout;                 // [2C][Vp]: -beta Y above dO
+  float *dout, *y;                 // [C][Vp] each, adjacent; y becomes -beta Y
   float *delta_columns;            // [Vp][C]
   float *dP, *W;                   // [C][C]
   float *transposed;               // [Vp][Kp]
@@ -492,21 +524,32 @@ void store_gradients(const Call &call, const Rows &rows, const Chunk &c, const G
   store_rows(call.dbeta, rows, 1, 1, d.dbeta);
 }
 
-void backward(const Call &call, int n, int h, float *work) {
-  const int K = call.K, V = call.V, Kp = padded(K), Vp = padded(V);
-  Cursor cursor{work};
-  Chunk c = chunk_buffers(cursor, Kp);
+struct BackwardBuffers {
+  Chunk c;
   Kept kept[SEGMENT];
-  for (Kept &s : kept) {
+  Gradients d;
+};
+
+BackwardBuffers backward_buffers(Cursor &cursor, int Kp, int Vp) {
+  BackwardBuffers b;
+  b.c = chunk_buffers(cursor, Kp);
+  for (Kept &s : b.kept) {
     s.S = cursor.take(Kp * Vp), s.x = cursor.take(C * Vp), s.delta = cursor.take(C * Vp);
     s.P = cursor.take(C * C), s.M = cursor.take(C * C);
   }
-  Gradients d;
-  d.dout = cursor.take(C * Vp), d.y = cursor.take(C * Vp), d.delta_columns = cursor.take(C * Vp);
+  Gradients &d = b.d;
+  d.dout = cursor.take(2 * C * Vp), d.y = d.dout + C * Vp, d.delta_columns = cursor.take(C * Vp);
   d.dP = cursor.take(C * C), d.W = cursor.take(C * C), d.transposed = cursor.take(Kp * Vp);
   d.dq = cursor.take(C * Kp), d.dk_rows = cursor.take(C * Kp);
   d.dk_columns = cursor.take(C * Kp), d.dG = cursor.take(C * Kp);
   d.dS = cursor.take(Kp * Vp), d.edge = cursor.take(Kp), d.dbeta = cursor.take(C);
+  return b;
+}
+
+void backward(const Call &call, int n, int h, float *work) {
+  const int K = call.K, V = call.V, Kp = padded(K), Vp = padded(V);
+  Cursor cursor{work};
+  auto [c, kept, d] = backward_buffers(cursor, Kp, Vp);
   const stride head_state = (stride)K * V, begin = call.cu[n], end = call.cu[n + 1];
   const stride own = ((stride)n * call.H + h) * head_state, length = C * SEGMENT;
   load_state(call.dfinal ? call.dfinal + own : nullptr, K, V, Kp, Vp, d.dS);
@@ -519,10 +562,13 @@ void backward(const Call &call, int n, int h, float *work) {
       const bool again = pass < chunks;
       const int m = again ? pass : 2 * chunks - 1 - pass;
       const stride t = start + m * C;
-      const Rows rows{t, call.H, h, stop - t < C ? int(stop - t) : C};
+      const Rows rows{t, call.H, h, stop - t < C ? int(stop - t) : C, again ? C : -C};
       Kept &s = kept[m];
       c.P = s.P, c.M = s.M;
-      if (pass != chunks) prepare(call, rows, Kp, c);  // the last chunk is still at hand
+      if (m + 1 < chunks && again)
+        prepare<false>(call, rows, Kp, c);
+      else if (again || pass != chunks)  // the last chunk is still at hand when the way back begins
+        prepare<true>(call, rows, Kp, c);
       if (again) {
         load_rows(call.v, rows, V, Vp, 1.f, s.x);
         chunk_forward(c, Kp, Vp, s.S, s.x, s.delta, nullptr);
@@ -556,8 +602,18 @@ void over_heads(const Call &call, int threads, float *work, int64_t floats, cons
 
 // Tensors are contiguous: q, k, g [T, H, K], v [T, H, V], beta [T, H], states [*, H, K, V] float32.
 // Each tensor in `tensors` comes with a flag in `bfloat16`; a null pointer stands for None. `work`
-// has room for `floats` values per thread; ops/kda/native.py knows how many are needed.
+// has room for `floats` values per thread.
 extern "C" {
+
+// Values that one thread needs.
+int64_t kda_floats(int backward, int K, int V) {
+  Cursor cursor{nullptr};
+  if (backward)
+    backward_buffers(cursor, padded(K), padded(V));
+  else
+    forward_buffers(cursor, padded(K), padded(V));
+  return cursor.used;
+}
 
 void kda_forward(const int64_t *cu, int N, int H, int K, int V, float scale, void *const *tensors,
                  const int *bfloat16, const float *initial, float *states, float *final_state,
