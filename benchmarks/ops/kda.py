@@ -81,6 +81,8 @@ def step(side: str, tokens: int, heads: int) -> Callable[[], object]:
     gate = "any gate" if side.endswith("any gate") else "bounded gate"
     leaves = [x.requires_grad_() for x in inputs(tokens, heads, gate)]
     dout = torch.ones_like(leaves[2])
+    few = [x[:, :64] for x in leaves]  # what a first call loads is no memory of the operator
+    torch.autograd.grad(attend(side, few), leaves, dout[:, :64])
     return lambda: torch.autograd.grad(attend(side, leaves), leaves, dout)
 
 
@@ -92,6 +94,7 @@ def forward(tokens: int, heads: int) -> Callable[[], object]:
         with torch.no_grad():
             return attend("native, bounded gate", tensors)
 
+    attend("native, bounded gate", [x[:, :64] for x in tensors])
     return run
 
 
