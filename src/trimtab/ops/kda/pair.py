@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from trimtab.ops.custom import CustomOp
 from trimtab.ops.precision import island_dtype
 
 CHUNK = 32
@@ -70,8 +71,8 @@ def define_pair(
     name: str, forward: Forward, backward: Backward, segments: Segments
 ) -> Forward:
     """Register `trimtab::NAME_fwd` and `trimtab::NAME_bwd` and return the former."""
-    fwd = torch.library.custom_op(f"trimtab::{name}_fwd", forward, mutates_args=(), schema=_FORWARD)
-    bwd = torch.library.custom_op(f"trimtab::{name}_bwd", backward, mutates_args=(), schema=_BACKWARD)
+    fwd = CustomOp(f"trimtab::{name}_fwd", forward, _FORWARD)
+    bwd = CustomOp(f"trimtab::{name}_bwd", backward, _BACKWARD)
 
     @fwd.register_fake
     def _(
@@ -104,9 +105,8 @@ def define_pair(
         return dq, dk, dv, dg, dbeta, None, given, None, None, None
 
     fwd.register_autograd(gradients, setup_context=keep)
-    packets = (getattr(torch.ops.trimtab, f"{name}_{end}") for end in ("fwd", "bwd"))
-    register_flop_formula(next(packets))(_forward_flops)
-    register_flop_formula(next(packets))(_backward_flops)
+    register_flop_formula(fwd.packet)(_forward_flops)
+    register_flop_formula(bwd.packet)(_backward_flops)
     return fwd
 
 

@@ -1,0 +1,52 @@
+"""Custom operators of torch, registered so that calling one imports nothing more.
+
+`torch.library.custom_op` loads the compiler front end at its first call: seconds, and some 60 MiB of
+memory, in every process. The calls below it, used here, do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, ParamSpec, TypeVar, cast
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class CustomOp(Generic[P, R]):
+    """An operator that torch knows by name; used like the result of `torch.library.custom_op`.
+
+    Args:
+        name: `trimtab::NAME`.
+        function: computes; it must not return its inputs nor views of them.
+        schema: types of arguments and results; from the annotations of `function` where None.
+    """
+
+    def __init__(self, name: str, function: Callable[P, R], schema: str | None = None) -> None:
+        schema = schema or torch.library.infer_schema(function, mutates_args=())
+        torch.library.define(name, schema)
+        torch.library.impl(name, "CompositeExplicitAutograd", function)
+        self.name = name
+        self.packet = getattr(torch.ops.trimtab, name.removeprefix("trimtab::"))
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call it through torch's dispatcher."""
+        return cast(R, self.packet(*args, **kwargs))
+
+    def register_fake(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Say what comes out for tensors without values."""
+        torch.library.register_fake(self.name, function)
+        return function
+
+    def register_autograd(
+        self, backward: Callable[..., object], *, setup_context: Callable[..., None]
+    ) -> None:
+        """Say how gradients are computed; the arguments are those of `torch.library`."""
+        torch.library.register_autograd(self.name, backward, setup_context=setup_context)
+
+
+def custom_op(name: str) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
+    """Decorator form of `CustomOp`."""
+    return lambda function: CustomOp(name, function)
