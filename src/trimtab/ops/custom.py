@@ -7,15 +7,14 @@ memory, in every process. The calls below it, used here, do not.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, ParamSpec, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 import torch
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class CustomOp(Generic[P, R]):
+class CustomOp(Generic[R]):
     """An operator that torch knows by name; used like the result of `torch.library.custom_op`.
 
     Args:
@@ -24,18 +23,18 @@ class CustomOp(Generic[P, R]):
         schema: types of arguments and results; from the annotations of `function` where None.
     """
 
-    def __init__(self, name: str, function: Callable[P, R], schema: str | None = None) -> None:
+    def __init__(self, name: str, function: Callable[..., R], schema: str | None = None) -> None:
         schema = schema or torch.library.infer_schema(function, mutates_args=())
         torch.library.define(name, schema)
         torch.library.impl(name, "CompositeExplicitAutograd", function)
         self.name = name
         self.packet = getattr(torch.ops.trimtab, name.removeprefix("trimtab::"))
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, *args: object, **kwargs: object) -> R:
         """Call it through torch's dispatcher."""
         return cast(R, self.packet(*args, **kwargs))
 
-    def register_fake(self, function: Callable[P, R]) -> Callable[P, R]:
+    def register_fake(self, function: Callable[..., object]) -> Callable[..., object]:
         """Say what comes out for tensors without values."""
         torch.library.register_fake(self.name, function)
         return function
@@ -47,6 +46,6 @@ class CustomOp(Generic[P, R]):
         torch.library.register_autograd(self.name, backward, setup_context=setup_context)
 
 
-def custom_op(name: str) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
+def custom_op(name: str) -> Callable[[Callable[..., R]], CustomOp[R]]:
     """Decorator form of `CustomOp`."""
     return lambda function: CustomOp(name, function)

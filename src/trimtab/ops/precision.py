@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
+from trimtab.ops.custom import custom_op
+
 # 4 MiB of float32: a block of an upcast weight stays in the cache of one core.
 _BLOCK_ELEMENTS = 1 << 20
 
@@ -61,7 +63,7 @@ def upcast_workspace_bytes(shapes: Mapping[str, int]) -> int:
     return 4 * (block * width + t * (block + width))
 
 
-@torch.library.custom_op("trimtab::upcast_linear_fwd", mutates_args=())
+@custom_op("trimtab::upcast_linear_fwd")
 def upcast_linear_fwd(x: Tensor, weight: Tensor) -> Tensor:
     """x W^T in at least float32, the weight upcast block by block; x [..., in] -> [..., out]."""
     rows = x.reshape(-1, x.shape[-1]).to(island_dtype(x))
@@ -73,7 +75,7 @@ def upcast_linear_fwd(x: Tensor, weight: Tensor) -> Tensor:
     return out.view(*x.shape[:-1], len(weight))
 
 
-@torch.library.custom_op("trimtab::upcast_linear_bwd", mutates_args=())
+@custom_op("trimtab::upcast_linear_bwd")
 def upcast_linear_bwd(
     grad: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_weight: bool
 ) -> tuple[Tensor, Tensor]:

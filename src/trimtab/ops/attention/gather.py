@@ -19,6 +19,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from trimtab.ops.attention.packs import blocks, pack_borders
 from trimtab.ops.attention.selection import Selection
+from trimtab.ops.custom import custom_op
 from trimtab.ops.precision import island_dtype
 
 # Elements of a buffer of gathered latents: 4 MiB in float32, which stays in cache between its uses.
@@ -88,7 +89,7 @@ class _Gather:
             yield piece, index[piece], empty[piece].unsqueeze(1), fetched
 
 
-@torch.library.custom_op("trimtab::attention_gather_fwd", mutates_args=())
+@custom_op("trimtab::attention_gather_fwd")
 def _forward(
     q: Tensor, latent: Tensor, shared: Tensor, weight: Tensor, lengths: Sequence[int],
     stored: Tensor, width: int, scale: float,
@@ -125,7 +126,7 @@ def _(
     return _outputs(q, shared, weight)
 
 
-@torch.library.custom_op("trimtab::attention_gather_bwd", mutates_args=())
+@custom_op("trimtab::attention_gather_bwd")
 def _backward(
     grad: Tensor, q: Tensor, latent: Tensor, shared: Tensor, weight: Tensor, out: Tensor,
     lse: Tensor, lengths: Sequence[int], stored: Tensor, width: int, scale: float,

@@ -25,6 +25,7 @@ from trimtab.ops.attention.selection import (
     write_block,
 )
 from trimtab.ops.checks import check_shape, require
+from trimtab.ops.custom import custom_op
 
 
 @torch.no_grad()
@@ -140,7 +141,7 @@ def tail_mask(rule: PoolRule, borders: PackBorders, queries: slice, keys: slice)
     return (key >= first.unsqueeze(1)) & (key <= query.unsqueeze(1))
 
 
-@torch.library.custom_op("trimtab::select_keys", mutates_args=())
+@custom_op("trimtab::select_keys")
 def _select(
     q: Tensor, pooled: Tensor, weights: Tensor, lengths: Sequence[int], size: int, count: int,
     tail: bool, use_native: bool,

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 from trimtab.ops.attention.packs import QUERY_BLOCK, PackBorders, blocks, pack_borders
 from trimtab.ops.attention.selection import Selection
 from trimtab.ops.attention.tile_mask import KeyRuns, TileMask, block_mask
+from trimtab.ops.custom import custom_op
 from trimtab.ops.precision import island_dtype
 
 # Elements of a score buffer: heads are taken together while they fit, so that short packs are not
@@ -112,7 +113,7 @@ class _Tiles:
         return out
 
 
-@torch.library.custom_op("trimtab::attention_tiles_fwd", mutates_args=())
+@custom_op("trimtab::attention_tiles_fwd")
 def _forward(
     q: Tensor, kv: Tensor, shared: Tensor, lengths: Sequence[int], stored: Tensor | None,
     width: int, scale: float, native: bool,
@@ -146,7 +147,7 @@ def _(
     return _outputs(q, kv, shared)
 
 
-@torch.library.custom_op("trimtab::attention_tiles_bwd", mutates_args=())
+@custom_op("trimtab::attention_tiles_bwd")
 def _backward(
     grad: Tensor, q: Tensor, kv: Tensor, shared: Tensor, out: Tensor, lse: Tensor,
     lengths: Sequence[int], stored: Tensor | None, width: int, scale: float, native: bool,

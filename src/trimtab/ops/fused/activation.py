@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trimtab.ops.custom import custom_op
 from trimtab.ops.precision import island_dtype
 
 _BLOCK_ELEMENTS = 1 << 15  # 128 KiB of float32 per temporary
@@ -27,7 +28,7 @@ def workspace_bytes(shapes: Mapping[str, int]) -> int:
     return 8 * 4 * max(_BLOCK_ELEMENTS, shapes["F"])
 
 
-@torch.library.custom_op("trimtab::gated_activation_fwd", mutates_args=())
+@custom_op("trimtab::gated_activation_fwd")
 def gated_activation_fwd(
     gate: Tensor, up: Tensor, kind: str, beta: float, linear_beta: float | None,
     clamp: float | None,
@@ -41,7 +42,7 @@ def gated_activation_fwd(
     return out
 
 
-@torch.library.custom_op("trimtab::gated_activation_bwd", mutates_args=())
+@custom_op("trimtab::gated_activation_bwd")
 def gated_activation_bwd(
     grad: Tensor, gate: Tensor, up: Tensor, kind: str, beta: float, linear_beta: float | None,
     clamp: float | None,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trimtab.ops.custom import custom_op
 from trimtab.ops.precision import island_dtype
 
 _BLOCK_ELEMENTS = 1 << 17  # of one row tensor at a time
@@ -38,7 +39,7 @@ def workspace_bytes(shapes: Mapping[str, int]) -> int:
     return 4 * (3 * m * t + (m + 2) * min(t, _step(d)) * d)
 
 
-@torch.library.custom_op("trimtab::attn_res_fwd", mutates_args=())
+@custom_op("trimtab::attn_res_fwd")
 def attn_res_fwd(rows: Sequence[Tensor], query: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The mix [T, D], and weights, scores and 1/rms [3, m, T] in at least float32."""
     dtype = island_dtype(rows[0])
@@ -62,7 +63,7 @@ def attn_res_fwd(rows: Sequence[Tensor], query: Tensor, eps: float) -> tuple[Ten
     return out, stats
 
 
-@torch.library.custom_op("trimtab::attn_res_bwd", mutates_args=())
+@custom_op("trimtab::attn_res_bwd")
 def attn_res_bwd(
     grad: Tensor, rows: Sequence[Tensor], query: Tensor, stats: Tensor, needed: Sequence[bool],
     need_query: bool,

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from trimtab.ops.custom import custom_op
 from trimtab.ops.precision import island_dtype, operand_dtype, upcast_blocks
 
 IGNORE_INDEX = -100
@@ -55,7 +56,7 @@ def workspace_bytes(shapes: Mapping[str, int]) -> int:
     return 4 * (rows * block + block * d + 2 * rows * d + r * d)
 
 
-@torch.library.custom_op("trimtab::cross_entropy_fwd", mutates_args=())
+@custom_op("trimtab::cross_entropy_fwd")
 def cross_entropy_fwd(
     hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float, ahead: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,7 +105,7 @@ def _stream(
     return picked, top, total, mixed
 
 
-@torch.library.custom_op("trimtab::cross_entropy_bwd", mutates_args=())
+@custom_op("trimtab::cross_entropy_bwd")
 def cross_entropy_bwd(
     grad: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor, lse: Tensor, z_loss: float,
     need_hidden: bool,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trimtab.ops.custom import custom_op
 from trimtab.ops.precision import island_dtype
 
 _BLOCK_ELEMENTS = 1 << 18  # of the streams at a time
@@ -34,7 +35,7 @@ def workspace_bytes(shapes: Mapping[str, int]) -> int:
     return 4 * (3 * min(t, _step(s * d)) * s * d + weights * s * d + 4 * t * weights)
 
 
-@torch.library.custom_op("trimtab::hyper_read_fwd", mutates_args=())
+@custom_op("trimtab::hyper_read_fwd")
 def hyper_read_fwd(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, steps: int, eps: float,
     norm_eps: float,
@@ -81,7 +82,7 @@ def _sinkhorn(matrix: Tensor, steps: int, eps: float) -> list[tuple[Tensor, Tens
     return done
 
 
-@torch.library.custom_op("trimtab::hyper_read_bwd", mutates_args=())
+@custom_op("trimtab::hyper_read_bwd")
 def hyper_read_bwd(
     dx: Tensor, d_post: Tensor, d_comb: Tensor, streams: Tensor, fn: Tensor, base: Tensor,
     scale: Tensor, raw: Tensor, norms: Tensor, steps: int, eps: float, need_fn: bool,
@@ -134,7 +135,7 @@ def _weight_grads(
     return d_logits
 
 
-@torch.library.custom_op("trimtab::hyper_write_fwd", mutates_args=())
+@custom_op("trimtab::hyper_write_fwd")
 def hyper_write_fwd(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """The streams after a block, [T, S, D]; weights rounded to the dtype of the streams first."""
     t, s, d = streams.shape
@@ -147,7 +148,7 @@ def hyper_write_fwd(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> T
     return out
 
 
-@torch.library.custom_op("trimtab::hyper_write_bwd", mutates_args=())
+@custom_op("trimtab::hyper_write_bwd")
 def hyper_write_bwd(
     grad: Tensor, streams: Tensor, y: Tensor, post: Tensor, comb: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from trimtab.arch.spec import ActivationSpec
+from trimtab.ops.custom import custom_op
 from trimtab.ops.moe.check import check_call
 from trimtab.ops.moe.kernels import Kernels, NativeKernels, TorchKernels
 from trimtab.ops.moe.loop import ExpertCall, ExpertLoop
@@ -119,7 +120,7 @@ def _kernels(native: bool) -> Kernels:
     return NativeKernels() if native else TorchKernels()
 
 
-@torch.library.custom_op("trimtab::experts_fwd", mutates_args=())
+@custom_op("trimtab::experts_fwd")
 def _forward_op(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: Sequence[Tensor], down: Sequence[Tensor],
     lora: Sequence[Tensor], token_ids: Tensor | None, words: str, layout: str,
@@ -144,7 +145,7 @@ def _forward_fake(
     return torch.empty_like(x), x.new_empty(sums, dtype=wide)
 
 
-@torch.library.custom_op("trimtab::experts_bwd", mutates_args=())
+@custom_op("trimtab::experts_bwd")
 def _backward_op(
     grad: Tensor, sums: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Sequence[Tensor],
     down: Sequence[Tensor], lora: Sequence[Tensor], token_ids: Tensor | None, words: str,
