@@ -187,8 +187,8 @@ def test_both_forms_of_a_selection_give_the_same(name: str) -> None:
 
 def test_long_packs_with_few_heads_take_tiles_and_many_heads_gather() -> None:
     # K3.1-like widths: 128 + 64 channels, values of 128, latents of 512.
-    assert tile_us(8192, 8, 192, 128) < gather_us(2048, 8, 512, 64)
-    assert tile_us(16384, 64, 192, 128) > gather_us(2048, 64, 512, 64)
+    assert tile_us(8192, 8, 192, 128) < gather_us(2048, 8, 192, 128, 512, 64)
+    assert tile_us(16384, 64, 192, 128) > gather_us(2048, 64, 192, 128, 512, 64)
     case = draw([100])
     q, latent, shared, weight = case.leaves
     keys = LatentKeys(latent, shared, lambda: latent, lambda: weight, VALUE)
