@@ -145,11 +145,10 @@ def model_errors() -> list[Result]:
         weight = torch.randn(heads, k - shared + v, rank) * rank**-0.5
         kv = torch.randn(length, heads, k - shared + v, requires_grad=True)
         keys = LatentKeys(latent, part, lambda kv=kv: kv, lambda weight=weight: weight, v)
+        call = (q, keys, 0.07, borders, selection)
         sides = {
-            name: lambda op=ATTENTION.force(name), q=q, keys=keys, selection=selection, borders=borders: (
-                op(q, keys, 0.07, borders, selection).sum().backward()
-            )
-            for name in ("native", "gather")
+            op.implementations[0].name: lambda op=op, call=call: op(*call).sum().backward()
+            for op in (ATTENTION.force("native"), ATTENTION.force("gather"))
         }
         mean = int((selection.all_positions() >= 0).sum()) // length
         said = {
