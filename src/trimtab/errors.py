@@ -183,6 +183,8 @@ ERROR_DOCS: dict[str, ErrorDoc] = _docs(
      "Choose degrees that divide heads, experts and layers; the message names what does not divide."),
     ("TT314", "cannot be written", "A disk or an object store refuses to take what is written.",
      "Check permissions and the store; finished files are kept, run the same command again."),
+    ("TT315", "copy differs", "A tensor that was copied as it is came out with other bytes.",
+     "Check the disk, and that nothing writes to the source meanwhile; then run the command again."),
     # 4xx: data
     ("TT401", "bad record", "A line of a data file is not valid JSON or lacks a needed field.",
      "Mend the line that the message names."),
@@ -207,6 +209,8 @@ ERROR_DOCS: dict[str, ErrorDoc] = _docs(
      "Remove it from target_modules."),
     ("TT504", "no gradient", "A target received tokens but its lora_B got no gradient.",
      "Report it with the run directory; the message names the tensors."),
+    ("TT505", "another base", "The adapter was trained on weights other than these.",
+     "Name the base it was trained on, or accept this one by its fingerprint with --accept-base."),
     # 6xx: runs
     ("TT601", "directory of another run", "The output directory belongs to a different run.",
      "Choose another `output`, or restore the values the run began with."),

@@ -86,22 +86,30 @@ def to_bytes(tensor: Tensor) -> memoryview:
 
 def check_finite(tensor: Tensor, stored: StoredTensor, where: str) -> None:
     """Raise TT310 if a stored tensor holds NaN, infinity or a NaN scale."""
-    if stored.transform == "mxfp4_scale":
-        bad = tensor == _E8M0_NAN
-        rule = "a block scale of 255 is NaN"
+    check_values(tensor, f"{where}: {stored.name}", stored.transform == "mxfp4_scale")
+
+
+def check_values(tensor: Tensor, where: str, is_e8m0: bool) -> None:
+    """Raise TT310 for NaN or infinity.
+
+    Args:
+        tensor: as a file holds it.
+        where: file and tensor, for the message.
+        is_e8m0: the bytes are exponents of MXFP4 blocks.
+    """
+    if is_e8m0:
+        bad, rule = tensor == _E8M0_NAN, "a block scale of 255 is NaN"
     elif tensor.dtype is torch.float8_e4m3fn:
-        bad = fp8.is_nan(tensor)
-        rule = "must be finite"
+        bad, rule = fp8.is_nan(tensor), "must be finite"
     elif tensor.is_floating_point():
-        bad = ~torch.isfinite(tensor)
-        rule = "must be finite"
+        bad, rule = ~torch.isfinite(tensor), "must be finite"
     else:
         return
     count = int(bad.sum())
     if count:
         first = bad.nonzero()[0].tolist()
         raise CheckpointError(
-            "TT310", f"{where}: {stored.name}", f"{rule}; {count} such values, first at {first}",
+            "TT310", where, f"{rule}; {count} such values, first at {first}",
             hint="copy the file again; if the source has it too, report it there",
         )
 
@@ -182,12 +190,18 @@ class StoredFromParts:
             return encode_plain(stored, self._part_for(param, stored.index))
         key = (stored.param, stored.index)
         if self._last is None or self._last[0] != key:
-            form = _written_form(stored, self._quantization)
+            form = written_form(stored, self._quantization)
             self._last = (key, encode_packed(self._part_for(param, stored.index), form))
         return as_stored(self._last[1][kind], stored)
 
 
-def _written_form(stored: StoredTensor, quantization: Quantization | None) -> PackedForm:
+def written_form(stored: StoredTensor, quantization: Quantization | None) -> PackedForm:
+    """The form that a packed matrix is written in.
+
+    Args:
+        stored: one of its tensors.
+        quantization: what the written config declares.
+    """
     if stored.transform.startswith("mxfp4"):
         return PackedForm("mxfp4", (1, mxfp4.BLOCK))
     assert quantization is not None, "fp8 and int4 tensors come from a quantised architecture"

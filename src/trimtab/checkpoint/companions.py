@@ -17,11 +17,15 @@ COPIED_FILES = (
     "chat_template.jinja", "generation_config.json", "preprocessor_config.json",
     "tiktoken.model", "vocab.json", "merges.txt", "LICENSE",
 )
+# The release's own code, which is never run here, and what it says for people.
+_ALSO = (".py", ".md", ".txt", ".jinja")
 
 
 def companion_files(source: Source) -> dict[str, bytes]:
-    """Tokenizer, chat template, licence and the like of a checkpoint, by name."""
-    return {name: source.read_file(name) for name in COPIED_FILES if source.has_file(name)}
+    """Tokenizer, chat template, licence, the release's code and the like, by name."""
+    found = {name for name in COPIED_FILES if source.has_file(name)}
+    found |= {name for name in source.names() if name.endswith(_ALSO) or name.startswith("LICENSE")}
+    return {name: source.read_file(name) for name in sorted(found)}
 
 
 def config_with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:

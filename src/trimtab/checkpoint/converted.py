@@ -58,6 +58,11 @@ class ConvertedSource(Source):
         # Released name -> the boxes that together hold it, and the number of the part.
         self._places: dict[str, tuple[Sequence[Target], int]] = {}
 
+    @property
+    def is_released(self) -> bool:
+        """Whether entries say where tensors lie in files of the released layout."""
+        return False
+
     def has_weights(self) -> bool:
         """Whether there is anything for `entries` to read."""
         return bool(self._owner_of)
@@ -72,13 +77,14 @@ class ConvertedSource(Source):
             return self._made_from
         return hashlib.sha256(f"{self._made_from} {self._base_dtype}".encode()).hexdigest()
 
-    def read_held(self, target: Target, start: int, out: memoryview) -> None:
-        """Fill `out` with the bytes of a tensor of this directory's own layout from `start` on.
+    def held(self, target: Target) -> TensorEntry:
+        """Where a tensor of the directory itself lies.
 
         Raises:
-            CheckpointError: TT301 or TT302 if it is not there or cannot be read.
+            CheckpointError: TT302 if it is missing.
         """
-        Source._read_range(self, self._find(target), target.name, start, out)
+        self.entries()
+        return self._find(target)
 
     def _find(self, target: Target) -> TensorEntry:
         entry = self._held.get(target.key, {}).get(target.name)

@@ -98,12 +98,25 @@ class ArtefactWriter:
     @contextmanager
     def open(self, name: str) -> Iterator[HashingFile]:
         """Write one file; it appears under its name only when it is complete and on disk."""
-        with (self.directory / MARKER_NAME).open("a") as marker:
-            marker.write(f"{name}\n{name}.tmp\n")
+        self.begin(name)
         with _replacing(self.directory / name) as handle:
             hashing = HashingFile(handle)
             yield hashing
         self.files[name] = hashing.record()
+
+    def begin(self, name: str) -> Path:
+        """The temporary path of a file that is filled in any order, until `finish`."""
+        with (self.directory / MARKER_NAME).open("a") as marker:
+            marker.write(f"{name}\n{name}.tmp\n")
+        return self.directory / f"{name}.tmp"
+
+    def finish(self, name: str, record: FileRecord) -> None:
+        """Give a begun file its name, once it is on disk."""
+        temporary = self.directory / f"{name}.tmp"
+        with temporary.open("rb") as handle:
+            os.fsync(handle.fileno())
+        temporary.replace(self.directory / name)
+        self.files[name] = record
 
     def write(self, name: str, data: bytes) -> None:
         """Write one small file."""

@@ -1,22 +1,20 @@
-"""Copying a checkpoint as a stream, with an adapter added and the dtype changed on the way.
+"""Copying a checkpoint, with an adapter added and the dtype changed on the way.
 
-Knows: which tensors change and that all others keep their bytes. Does not know: models; whether
-the result computes the same is checked by `verify.merged`.
+Knows: which tensors change, how the files of the copy are laid out, and that all other tensors keep
+their bytes. Does not know: models; whether the result computes the same is checked by
+`verify.merged`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from trimtab.arch.load import load_arch
-from trimtab.arch.params import ParamSpec
 from trimtab.arch.spec import ArchSpec
-from trimtab.arch.stored import StoredTensor
 from trimtab.checkpoint.adapter import (
     AdapterFile,
     AdapterMeta,
@@ -24,27 +22,39 @@ from trimtab.checkpoint.adapter import (
     load_adapter,
     save_adapter,
 )
-from trimtab.checkpoint.codec import (
-    Part,
-    Progress,
-    StoredFromParts,
-    TensorFor,
-    decode_part,
-    parts,
+from trimtab.checkpoint.codec import Progress
+from trimtab.checkpoint.companions import companion_files, config_with_dtype
+from trimtab.checkpoint.copy_plan import CopyPlan, plan_copy
+from trimtab.checkpoint.deltas import Deltas
+from trimtab.checkpoint.manifest import (
+    ArtefactWriter,
+    check_output,
+    inventory_hash,
+    require_free_space,
+    write_artefact,
 )
-from trimtab.checkpoint.companions import (
-    companion_files,
-    config_with_dtype,
-    config_without_mtp,
-)
-from trimtab.checkpoint.load import stored_reader
-from trimtab.checkpoint.save import save_checkpoint
-from trimtab.checkpoint.source import Source, open_source
+from trimtab.checkpoint.recompute import KindError, Recompute
+from trimtab.checkpoint.released import released_index
+from trimtab.checkpoint.rewrite import Rewritten, needed_bytes, write_files
+from trimtab.checkpoint.source import INDEX_NAME, Source, open_source
 from trimtab.checkpoint.structure import require_equal
-from trimtab.errors import AdapterError, ArchError
+from trimtab.errors import ArchError
 
 OutputDtype = Literal["native", "bf16", "fp32"]
 _CONFIG_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A copy as it was written.
+
+    Args:
+        tensors: what changed and what did not.
+        errors: per kind of matrix that the adapter changes, the error of storing the sum.
+    """
+
+    tensors: Rewritten
+    errors: tuple[KindError, ...]
 
 
 def copy_checkpoint(
@@ -55,41 +65,80 @@ def copy_checkpoint(
     dtype: OutputDtype = "native",
     extra: Mapping[str, object] | None = None,
     progress: Progress | None = None,
-) -> None:
+) -> Copied:
     """Write a checkpoint again in the released format, merged with an adapter if one is given.
 
-    Multi-token prediction layers are left out, and the config written says so. W becomes W + scaling * B A, added in float32 and rounded once to the stored dtype; a matrix
-    trained in full replaces W.
+    W becomes W + scaling * B A, added in float32 and rounded once to its stored form; a matrix
+    trained in full replaces W. Everything else is copied byte for byte, what no verb reads included.
 
     Args:
         source: the base checkpoint.
         dst: new directory.
         adapter: read for the base's architecture.
-        dtype: `native` keeps every tensor's stored form; `bf16` and `fp32` decode packed experts
-            and write all tensors of the model's own dtype so.
+        dtype: `native` keeps every tensor's stored form, so that packed matrices that change are
+            quantised again; `bf16` and `fp32` decode packed ones and write all tensors of the
+            model's own dtype so.
         extra: facts for the manifest.
         progress: called with bytes done and in all.
 
     Raises:
-        AdapterError: TT503 if the adapter touches packed experts with `native`.
         ArchError: TT202 if the family's config cannot say `dtype`.
-        CheckpointError: see `require_equal` and `save_checkpoint`.
+        CheckpointError: see `require_equal`, `write_artefact` and `write_files`.
     """
-    config = source.config()
-    arch = load_arch(config, source.where)
+    check_output(dst)
+    arch = load_arch(source.config(), source.where)
     require_equal(arch, source.entries(), source.where)
-    if dtype != "native":
-        config = config_with_dtype(config, _CONFIG_DTYPES[dtype])
-    if arch.mtp:
-        config = config_without_mtp(config)
-    written = load_arch(config, source.where)
-    if dtype != "native" and written.dtype != {"bf16": "BF16", "fp32": "F32"}[dtype]:
-        raise ArchError("TT202", source.where, f"the config of {arch.family} cannot say {dtype}")
-    save_checkpoint(
-        dst, written, config, merged_tensors(source, arch, written, adapter),
-        companion_files(source),
-        source_fingerprint=source.fingerprint(), extra=extra, progress=progress,
+    deltas = Deltas(adapter)
+    written, raw_config = _written(source, arch, dtype)
+    plan = plan_copy(source, arch, written, deltas.names)
+    recompute = Recompute(source, deltas, plan.outputs, written.quantization)
+    writing = write_artefact(
+        dst, "checkpoint", source_fingerprint=source.fingerprint(),
+        inventory_hash=inventory_hash(written), extra=extra,
     )
+    with writing as out:
+        require_free_space(dst, needed_bytes(source, plan.files, out.directory))
+        tensors = write_files(
+            source, plan.files, out, lambda put: recompute.run(plan.parts, put), progress
+        )
+        errors = tuple(recompute.errors.values())
+        out.extra |= {
+            "changed": tensors.changed, "identical": tensors.identical,
+            "errors": [error.as_dict() for error in errors],
+        }
+        _write_others(source, plan, out, raw_config, same_files=written is arch)
+    return Copied(tensors, errors)
+
+
+def _written(source: Source, arch: ArchSpec, dtype: OutputDtype) -> tuple[ArchSpec, bytes]:
+    """Architecture and config.json of the copy; `arch` itself where no stored form changes."""
+    if dtype == "native":
+        return arch, source.read_file("config.json")
+    config = config_with_dtype(source.config(), _CONFIG_DTYPES[dtype])
+    written = load_arch(config, source.where)
+    if written.dtype != {"bf16": "BF16", "fp32": "F32"}[dtype]:
+        rule = f"the config of {arch.family} cannot say {dtype}"
+        raise ArchError("TT202", source.where, rule)
+    return written, (json.dumps(config, indent=2) + "\n").encode()
+
+
+def _write_others(
+    source: Source, plan: CopyPlan, out: ArtefactWriter, config: bytes, *, same_files: bool
+) -> None:
+    """Index, config, tokenizer and the like."""
+    index = released_index(source)
+    if index is not None or len(plan.files) > 1:
+        out.write(INDEX_NAME, index if index is not None and same_files else _index(plan))
+    for name, data in companion_files(source).items():
+        out.write(name, data)
+    out.write("config.json", config)
+
+
+def _index(plan: CopyPlan) -> bytes:
+    total = sum(tensor.num_bytes for file in plan.files for tensor in file.tensors)
+    weight_map = {tensor.name: file.name for file in plan.files for tensor in file.tensors}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return (json.dumps(index, indent=2) + "\n").encode()
 
 
 def export_adapter(src: str | Path, dst: str | Path, base: str | None = None) -> int:
@@ -114,52 +163,3 @@ def export_adapter(src: str | Path, dst: str | Path, base: str | None = None) ->
     return len(adapter.tensors)
 
 
-def merged_tensors(
-    source: Source, arch: ArchSpec, written: ArchSpec, adapter: AdapterFile | None
-) -> TensorFor:
-    """Stored tensors of `written` from a source of `arch`: bytes where possible, else values."""
-    read = stored_reader(source)
-    by_part = {(part.param.name, part.index): part for part in parts(arch)}
-    known = {stored for part in by_part.values() for stored in part.stored}
-    deltas = _Deltas(adapter)
-    entries = source.entries()
-
-    def part_for(param: ParamSpec, index: tuple[int, ...]) -> Tensor:
-        part: Part = by_part[param.name, index]
-        value = decode_part(part, read)
-        return deltas.applied(param.name, value)
-
-    encode = StoredFromParts(written, part_for)
-
-    def tensor_for(stored: StoredTensor) -> Tensor:
-        if stored.param not in deltas.names and stored in known:
-            entry = entries[stored.name]
-            if (entry.dtype, entry.shape) == (stored.dtype, stored.shape):
-                return read(stored)
-        if stored.param in deltas.names and stored.transform.startswith(("mxfp4", "fp8", "int4")):
-            rule = "packed weights cannot take an adapter without loss"
-            raise AdapterError("TT503", stored.param, rule, hint="merge with --dtype bf16")
-        return encode(stored)
-
-    return tensor_for
-
-
-class _Deltas:
-    """What an adapter does to base matrices: scaling * B A is added, a full weight replaces."""
-
-    def __init__(self, adapter: AdapterFile | None) -> None:
-        self._tensors = adapter.tensors if adapter is not None else {}
-        targets = adapter.targets if adapter is not None else ()
-        self._by_name = {f"{target.fqn}.weight": target for target in targets}
-        self._full = {name for name in self._tensors if ".lora." not in name}
-        self.names = frozenset(self._by_name) | self._full
-
-    def applied(self, name: str, value: Tensor) -> Tensor:
-        """The value of a base matrix with what the adapter makes of it."""
-        if name in self._full:
-            return self._tensors[name]
-        if name not in self._by_name:
-            return value
-        target = self._by_name[name]
-        a, b = (self._tensors[f"{target.fqn}.lora.{side}"] for side in "AB")
-        return value.to(torch.float32) + target.scaling * (b @ a)

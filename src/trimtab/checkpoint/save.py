@@ -37,11 +37,10 @@ from trimtab.checkpoint.manifest import (
     require_free_space,
     write_artefact,
 )
+from trimtab.checkpoint.released import SINGLE_FILE_BYTES
 from trimtab.checkpoint.source import INDEX_NAME
 from trimtab.errors import CheckpointError
 from trimtab.models.packed import PackedWeight
-
-SINGLE_FILE_BYTES = 5 * 10**9
 
 
 def save_checkpoint(

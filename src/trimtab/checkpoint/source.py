@@ -27,6 +27,7 @@ INDEX_NAME = "model.safetensors.index.json"
 GGUF_SUFFIX = ".gguf"
 MAX_JSON_BYTES = 256 * 2**20
 _SAMPLE_BYTES = 4096
+_SAMPLES = 1024
 _REMOTE_THREADS = 8
 
 
@@ -42,6 +43,11 @@ class Source:
         self.store = store
         self._only_file = only_file
         self._entries: dict[str, TensorEntry] | None = None
+
+    @property
+    def is_released(self) -> bool:
+        """Whether entries say where tensors lie in files of the released layout."""
+        return True
 
     @property
     def where(self) -> str:
@@ -146,21 +152,36 @@ class Source:
         return self.store.state(file)
 
     def fingerprint(self) -> str:
-        """Hash of all headers and of three small samples of each weight file's bytes.
+        """Hash of what the checkpoint holds, however it is cut into files.
 
-        The same weights under the same file names give the same value; no file is read whole.
+        It covers name, dtype and shape of every tensor in the order of names, and 4 KiB from the
+        middle of every tensor, or of 1,024 tensors evenly spread over that order where there are
+        more. So the same weights have the same fingerprint in any layout, and weights of another
+        stored form have another one.
         """
         digest = hashlib.sha256()
-        spans: dict[str, tuple[int, int]] = {}
-        for name, entry in sorted(self.entries().items()):
-            digest.update(f"{name} {entry}\n".encode())
-            low, high = spans.get(entry.file, (entry.begin, entry.end))
-            spans[entry.file] = (min(low, entry.begin), max(high, entry.end))
-        for file, (low, high) in sorted(spans.items()):
-            count = min(_SAMPLE_BYTES, high - low)
-            for offset in (low, (low + high - count) // 2, high - count):
-                digest.update(self.store.read_at(file, offset, count))
+        entries = sorted(self.entries().items())
+        for name, entry in entries:
+            digest.update(f"{name} {entry.dtype} {list(entry.shape)}\n".encode())
+        sample = entries[:: max(1, -(-len(entries) // _SAMPLES))]
+        threads = 1 if isinstance(self.store, LocalStore) else _REMOTE_THREADS
+        with ThreadPoolExecutor(threads) as pool:
+            for middle in pool.map(lambda item: self._middle(*item), sample):
+                digest.update(middle)
         return digest.hexdigest()
+
+    def _middle(self, name: str, entry: TensorEntry) -> bytearray:
+        count = min(_SAMPLE_BYTES, entry.num_bytes)
+        return self.read(name, (entry.num_bytes - count) // 2, count)
+
+    def local_path(self, file: str) -> Path | None:
+        """Path of a file of the directory, None where it is not on this machine."""
+        return Path(self.where) / file if isinstance(self.store, LocalStore) else None
+
+    def names(self) -> tuple[str, ...]:
+        """Names of all files of the directory, none where the store cannot say."""
+        return tuple(sorted(self.store.list() or ()))
+
 
     def _json(self, name: str) -> dict[str, Any]:
         raw = self.read_file(name)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from trimtab.cli.report import byte_progress, print_json, print_next, print_note
+from trimtab.cli.report import byte_progress, print_json, print_next
 
 app = typer.Typer(add_completion=False)
 
@@ -36,13 +36,11 @@ def export(
 
 
 def _export_checkpoint(src: str, out: str) -> int:
-    from trimtab.arch.load import load_arch
     from trimtab.checkpoint.merge import copy_checkpoint
     from trimtab.checkpoint.source import open_source
-    from trimtab.checkpoint.structure import skipped_note
 
-    source = open_source(src)
-    print_note(skipped_note(load_arch(source.config(), source.where), source.entries()))
     with byte_progress("exporting") as progress:
-        copy_checkpoint(source, out, extra={"made_by": "export"}, progress=progress)
-    return len(open_source(out).entries())
+        copied = copy_checkpoint(
+            open_source(src), out, extra={"made_by": "export"}, progress=progress
+        )
+    return copied.tensors.changed + copied.tensors.identical

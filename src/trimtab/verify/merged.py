@@ -15,16 +15,20 @@ from torch import Tensor
 
 from trimtab.arch.load import load_arch
 from trimtab.checkpoint.adapter import AdapterFile, attach_adapter, load_adapter
+from trimtab.checkpoint.base import require_base
 from trimtab.checkpoint.codec import Progress
 from trimtab.checkpoint.load import load_model
 from trimtab.checkpoint.manifest import check_output, mark_unfinished
-from trimtab.checkpoint.merge import OutputDtype, copy_checkpoint
+from trimtab.checkpoint.merge import Copied, OutputDtype, copy_checkpoint
 from trimtab.checkpoint.source import open_source
+from trimtab.data.tokenizer import load_tokenizer
+from trimtab.errors import ConfigError, DataError
 from trimtab.models.context import ImageBatch
 from trimtab.models.decoder import CausalLM
 from trimtab.models.lora import disabled
 from trimtab.models.tape import ChoiceTape
 from trimtab.verdict import Verdict
+from trimtab.verify.dump import read_sequences
 from trimtab.verify.logits import (
     probe_sequences,
     sequence_logits,
@@ -41,11 +45,38 @@ _Probe = tuple[list[int], ImageBatch | None]
 LIMITS: dict[torch.dtype, float] = {torch.bfloat16: 3e-2, torch.float32: 1e-4}
 
 
+# What of an adapter's change quantising the sum again may lose. Where all of it is below half a step
+# of the stored form the share is 1: the merged matrix is the base.
+MAX_LOST = 0.5
+# Logits of a model whose changed matrices were quantised again move by about the relative error of
+# the form, 3e-2 for FP8 and 1e-1 for 4 bits, whatever the adapter.
+REQUANTISED_LIMITS = {"FP8": 1e-1, "INT4": 3e-1, "MXFP4": 3e-1}
+
+
+@dataclass(frozen=True, slots=True)
+class MergeChecks:
+    """What a merge is held to.
+
+    Args:
+        logits: compare logits afterwards, which loads both models.
+        sequences: token ids for that; a few fixed pseudo-random ones if not given.
+        max_logits_error: limit of the relative error of a token's logits; by default that of the
+            merged weights' dtype, or of the coarsest form that was quantised again.
+        max_lost: limit of the error of quantising again, as a share of the adapter's change.
+    """
+
+    logits: bool = True
+    sequences: Sequence[Sequence[int]] | None = None
+    max_logits_error: float | None = None
+    max_lost: float = MAX_LOST
+
+
 @dataclass(frozen=True, slots=True)
 class MergeReport:
-    """A merge as it was written: how many modules it changed, and whether it computes the same."""
+    """A merge as it was written: what it changed, with which error, and whether it computes the same."""
 
     num_targets: int
+    copied: Copied
     verdicts: list[Verdict]
 
 
@@ -55,7 +86,8 @@ def merge_checked(
     out: str | Path,
     *,
     dtype: OutputDtype = "native",
-    check: bool = True,
+    checks: MergeChecks | None = None,
+    accept_base: str | None = None,
     progress: Progress | None = None,
 ) -> MergeReport:
     """Write base plus adapter as one checkpoint and compare what it computes.
@@ -67,22 +99,59 @@ def merge_checked(
         adapter: adapter directory.
         out: new directory.
         dtype: of the written weights, see `copy_checkpoint`.
-        check: compare logits afterwards, which loads both models.
+        checks: see `MergeChecks`.
+        accept_base: fingerprint of a base that may differ from the one the adapter names.
         progress: called with bytes done and in all while writing.
 
     Raises:
-        AdapterError: the adapter does not fit.
+        AdapterError: the adapter does not fit, or TT505 if it was trained on another base.
         CheckpointError: TT309 if `out` holds something, or the base is damaged.
     """
     check_output(out)
     source = open_source(base)
     read = load_adapter(adapter, load_arch(source.config(), source.where))
-    copy_checkpoint(source, out, adapter=read, dtype=dtype, extra={"made_by": "merge"},
-                    progress=progress)
-    verdicts = check_merge(base, read, out) if check else []
+    require_base(read, source, str(adapter), accept=accept_base)
+    copied = copy_checkpoint(source, out, adapter=read, dtype=dtype, extra={"made_by": "merge"},
+                             progress=progress)
+    checks = checks or MergeChecks()
+    verdicts = [
+        Verdict.at_most("adapter's change lost in quantising again", error.share_of_change,
+                        checks.max_lost, f"{error.kind} ({error.form})")
+        for error in copied.errors if error.form in REQUANTISED_LIMITS
+    ]
+    if checks.logits and all(verdict.passed for verdict in verdicts):
+        limit = checks.max_logits_error
+        if limit is None and verdicts:
+            forms = {error.form for error in copied.errors}
+            limit = max(REQUANTISED_LIMITS.get(form, 0.0) for form in forms)
+        verdicts += check_merge(base, read, out, checks.sequences, limit)
     if not all(verdict.passed for verdict in verdicts):
         mark_unfinished(Path(out))
-    return MergeReport(len(read.targets), verdicts)
+    return MergeReport(len(read.targets), copied, verdicts)
+
+
+def read_prompts(path: str | Path, base: str | Path) -> list[list[int]]:
+    """Token sequences to compare logits on.
+
+    Args:
+        path: a text file with a prompt per line, or `{"sequences": [[ids...], ...]}` as JSON.
+        base: checkpoint whose tokenizer encodes text.
+
+    Raises:
+        DataError: TT401 where the file has no usable line, TT405 without a tokenizer.
+        ConfigError: TT107 where it cannot be read.
+    """
+    if Path(path).suffix == ".json":
+        return read_sequences(path)
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("TT107", str(path), f"cannot be read: {error}") from error
+    tokenizer = load_tokenizer(base)
+    sequences = [tokenizer.encode(line) for line in lines if line.strip()]
+    if not any(sequences):
+        raise DataError("TT401", str(path), "has no line with text")
+    return [ids for ids in sequences if ids]
 
 
 def check_merge(
@@ -90,6 +159,7 @@ def check_merge(
     adapter: AdapterFile,
     merged: str | Path,
     sequences: Sequence[Sequence[int]] | None = None,
+    max_error: float | None = None,
 ) -> list[Verdict]:
     """Compare logits of base plus adapter with those of the merged checkpoint.
 
@@ -99,6 +169,7 @@ def check_merge(
         merged: the merged checkpoint.
         sequences: token ids; a few fixed pseudo-random ones if not given. An image stands before
             each where the adapter changes the projector.
+        max_error: limit of the median relative error of a token; by default that of the dtype.
 
     Returns:
         Two verdicts: the error itself, and the error against the adapter's own effect, which
@@ -118,7 +189,9 @@ def check_merge(
     del model
     model, _ = load_model(merged, base_dtype="native")
     found = _logits(model, probes, [_forced(tape) for tape in tapes])
-    limit = LIMITS.get(model.embed.weight.dtype, LIMITS[torch.float32])
+    limit = max_error
+    if limit is None:
+        limit = LIMITS.get(model.embed.weight.dtype, LIMITS[torch.float32])
     error = float(token_errors(found, adapted).median())
     effect = float(token_errors(plain, adapted).median())
     verdicts = [Verdict.at_most("merged logits against base + adapter", error, limit)]

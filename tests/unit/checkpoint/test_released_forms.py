@@ -133,15 +133,18 @@ def test_mtp_layers_are_recognised_reported_and_skipped(
     assert run(["verify", "structure", str(folder)]) == 0
     line = f"layers 2: multi-token prediction, {skipped} tensors, skipped"
     assert line in capsys.readouterr().out
-    merged = tmp_path / "merged"
-    assert run(["export", str(folder), "--to", "hf", "--out", str(merged)]) == 0
-    captured = capsys.readouterr()
-    assert f"note: {line}" in captured.err
-    assert f"{found['num_tensors']} tensors written" in captured.out
-    written = json.loads((merged / "config.json").read_text())
-    assert written["num_nextn_predict_layers"] == 0
-    assert not any(".layers.2." in name for name in open_source(merged).entries())
-    assert torch.equal(logits(load_model(merged)[0]), with_mtp)
+    copy, wide = tmp_path / "copy", tmp_path / "fp32"
+    assert run(["export", str(folder), "--to", "hf", "--out", str(copy)]) == 0
+    assert f"{found['num_tensors'] + skipped} tensors written" in capsys.readouterr().out
+    for name in ("model.safetensors", "config.json"):
+        assert (copy / name).read_bytes() == (folder / name).read_bytes()
+    # A cast keeps the layers that are not read, and casts them too.
+    copy_checkpoint(open_source(folder), wide, dtype="fp32")
+    entries = open_source(wide).entries()
+    assert {e.dtype for n, e in entries.items() if ".layers.2." in n} == {"F32"}
+    assert len(entries) == found["num_tensors"] + skipped
+    model, _ = load_model(wide, base_dtype="bf16")
+    assert torch.equal(logits(model), with_mtp)
 
 
 def test_a_layer_beyond_the_announced_ones_is_left_over(tmp_path: Path) -> None:
