@@ -55,6 +55,18 @@ def gather(
             done += count
 
 
+def gathered_bytes(rows: int, width: int, pitch: int) -> int:
+    """Bytes that `gather` reads for a whole box.
+
+    >>> gathered_bytes(4, 10, 10), gathered_bytes(4, 10, 20)
+    (40, 70)
+    """
+    if width == pitch or width >= _LONG_ROW_BYTES:
+        return rows * width
+    chunks = -(-rows // max(1, _CHUNK_BYTES // pitch))
+    return rows * pitch - chunks * (pitch - width)
+
+
 def scatter(
     read: Read, pitch: int, rows: range, skip: int, width: int, start: int, out: memoryview
 ) -> None:

@@ -16,30 +16,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import Literal
 
-from trimtab.arch.load import load_arch
-from trimtab.arch.maps import is_carried, stored_of
-from trimtab.arch.params import inventory
-from trimtab.arch.spec import ArchSpec
-from trimtab.arch.stored import DTYPE_BYTES, StoredTensor
-from trimtab.checkpoint.cast import CASTABLE, QUANTISED, family
-from trimtab.checkpoint.companions import (
-    companion_files,
-    config_with_dtype,
-    config_without_mtp,
-)
-from trimtab.checkpoint.layout import (
-    LAYOUT_NAME,
-    PLAIN,
-    UNMAPPED,
-    FileKey,
-    Layout,
-    Target,
-    targets,
-)
+from trimtab.arch.maps import is_carried
+from trimtab.checkpoint.companions import companion_files
+from trimtab.checkpoint.layout import LAYOUT_NAME, UNMAPPED, FileKey, Layout
 from trimtab.checkpoint.manifest import (
     MANIFEST_NAME,
     FileRecord,
@@ -50,16 +31,16 @@ from trimtab.checkpoint.manifest import (
     versions,
 )
 from trimtab.checkpoint.marker import MARKER_NAME
-from trimtab.checkpoint.moves import ByteMove, CastMove, Pieces, PlannedTensor, RawMove
+from trimtab.checkpoint.moves import PlannedTensor, RawMove
 from trimtab.checkpoint.output import WORK, LocalOutput, Output, record_name
+from trimtab.checkpoint.planned import BaseDtype, plan_tensors, written_arch
 from trimtab.checkpoint.released import RELEASED_NAME, released_document
 from trimtab.checkpoint.source import Source
 from trimtab.checkpoint.stream import FilePlan, Pipeline, plan_file
-from trimtab.checkpoint.structure import is_skipped, require_equal
-from trimtab.errors import ArchError, CheckpointError
+from trimtab.checkpoint.structure import is_skipped
+from trimtab.errors import CheckpointError
 from trimtab.units import format_bytes
 
-BaseDtype = Literal["native", "bf16", "fp32"]
 Progress = Callable[[str, int, int], None]
 """Called with the current file, bytes done and bytes in all."""
 
@@ -67,7 +48,6 @@ Progress = Callable[[str, int, int], None]
 LARGEST_FILE = 32 * 2**30
 _RESERVE = 64 * 2**20
 _DOCUMENT = f"{WORK}/{LAYOUT_NAME}"
-_WRITTEN_DTYPES = {"bf16": ("bfloat16", "BF16"), "fp32": ("float32", "F32")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,16 +118,8 @@ def plan_conversion(source: Source, layout: Layout, base_dtype: BaseDtype = "nat
         ArchError: TT202 if the family's config cannot say `base_dtype`, TT205 if the stored form
             is only recognised.
     """
-    config = source.config()
-    arch = load_arch(config, f"{source.where}/config.json")
-    require_equal(arch, source.entries(), source.where)
-    if base_dtype != "native":
-        config = config_with_dtype(config, _WRITTEN_DTYPES[base_dtype][0])
-        config = config_without_mtp(config) if arch.mtp else config
-    written = load_arch(config, f"{source.where}/config.json")
-    if base_dtype != "native" and written.dtype != _WRITTEN_DTYPES[base_dtype][1]:
-        raise ArchError("TT202", source.where, f"the config of {arch.family} cannot say {base_dtype}")
-    by_key = _plan_tensors(source, arch, written, layout)
+    arch, written, config = written_arch(source, base_dtype)
+    by_key = plan_tensors(source, arch, written, layout)
     for name, entry in source.entries().items():
         # A cast leaves out multi-token prediction layers, which the written config does not have.
         if is_skipped(arch, name) and (base_dtype == "native" or is_carried(arch, name)):
@@ -228,50 +200,6 @@ def resident_bytes() -> int:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
     return 0
-
-
-def _plan_tensors(
-    source: Source, arch: ArchSpec, written: ArchSpec, layout: Layout
-) -> dict[FileKey, list[PlannedTensor]]:
-    """Every tensor by the owner of its file, wide dtypes first so that all are aligned."""
-    entries, pieces = source.entries(), Pieces(written)
-    params = {param.name: param for param in inventory(arch)}
-    is_native = arch == written
-
-    def found(stored: StoredTensor) -> tuple[str, tuple[int, ...]]:
-        entry = entries.get(stored.name)
-        if entry is None or stored.transform not in PLAIN:
-            return stored.dtype, stored.shape
-        shape = entry.shape if stored.transform == "pad_tail" else stored.shape
-        return (entry.dtype if is_native else stored.dtype), shape
-
-    @lru_cache(maxsize=8)
-    def of_parts(target: Target) -> Sequence[dict[str, StoredTensor]]:
-        by_part: dict[tuple[int, ...], dict[str, StoredTensor]] = {}
-        for stored in stored_of(arch, params[target.param.name], target.experts):
-            by_part.setdefault(stored.index, {})[stored.transform] = stored
-        return [by_part[index] for index in sorted(by_part)]
-
-    planned: dict[FileKey, list[PlannedTensor]] = {}
-    for param in inventory(written):
-        before = stored_of(arch, params[param.name], range(1) if param.owner == "routed_expert" else None)
-        for target in targets(written, layout, param, found):
-            move: PlannedTensor = ByteMove(target, source, pieces)
-            if not is_native and _needs_cast(before[0], entries[before[0].name].dtype, target):
-                move = CastMove(target, source, of_parts)
-            planned.setdefault(target.key, []).append(move)
-    for tensors in planned.values():
-        tensors.sort(key=lambda tensor: -DTYPE_BYTES[tensor.dtype])
-    return planned
-
-
-def _needs_cast(stored: StoredTensor, dtype: str, target: Target) -> bool:
-    if stored.transform in PLAIN and dtype == target.dtype:
-        return False
-    if stored.transform in PLAIN and dtype not in CASTABLE:
-        raise CheckpointError("TT304", stored.name, f"{dtype} cannot be cast to {target.dtype}")
-    assert stored.transform in PLAIN or family(stored) in QUANTISED, stored.transform
-    return True
 
 
 def _cut_files(name: str, tensors: Sequence[PlannedTensor]) -> list[FilePlan]:

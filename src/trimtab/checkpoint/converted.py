@@ -77,14 +77,13 @@ class ConvertedSource(Source):
             return self._made_from
         return hashlib.sha256(f"{self._made_from} {self._base_dtype}".encode()).hexdigest()
 
-    def held(self, target: Target) -> TensorEntry:
-        """Where a tensor of the directory itself lies.
+    def read_held(self, target: Target, start: int, out: memoryview) -> None:
+        """Fill `out` with the bytes of a tensor of this directory's own layout from `start` on.
 
         Raises:
-            CheckpointError: TT302 if it is missing.
+            CheckpointError: TT301 or TT302 if it is not there or cannot be read.
         """
-        self.entries()
-        return self._find(target)
+        Source._read_range(self, self._find(target), target.name, start, out)
 
     def _find(self, target: Target) -> TensorEntry:
         entry = self._held.get(target.key, {}).get(target.name)

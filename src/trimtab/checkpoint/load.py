@@ -3,7 +3,7 @@
 Knows: the order of reading, where each part goes, that nothing is left out or over.
 Does not know: how a model computes, training.
 
-Memory beside the model itself is one stored tensor (and its block scales) at a time.
+Memory beside the model itself is a block of a tensor, or one expert's matrix, at a time.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from trimtab.arch.load import load_arch
 from trimtab.arch.params import inventory
 from trimtab.arch.spec import ArchSpec
 from trimtab.arch.stored import StoredTensor
+from trimtab.checkpoint.blocks import read_part_into
 from trimtab.checkpoint.codec import (
     Part,
     Progress,
@@ -138,7 +139,7 @@ def fill(
     read, done = stored_reader(source), 0
     filled: Counter[str] = Counter()
     for part in wanted:
-        _write(model, parameters, part, read)
+        _write(model, parameters, part, source, read)
         filled[part.param.name] += part.numel
         done += sum(entries[stored.name].num_bytes for stored in part.stored)
         if progress is not None:
@@ -147,11 +148,12 @@ def fill(
 
 
 def _write(
-    model: nn.Module, parameters: dict[str, nn.Parameter], part: Part, read: TensorFor
+    model: nn.Module, parameters: dict[str, nn.Parameter], part: Part, source: Source,
+    read: TensorFor,
 ) -> None:
     target = parameters.get(part.param.name)
     if target is not None:
-        target.data[part.index].copy_(decode_part(part, read))
+        read_part_into(target.data[part.index], part, source)
         return
     expert = model.get_submodule(part.param.name)
     if not isinstance(expert, PackedWeight):

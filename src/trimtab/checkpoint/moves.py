@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Protocol
 
 from trimtab.arch.spec import ArchSpec
 from trimtab.arch.stored import DTYPE_BYTES, StoredTensor
-from trimtab.checkpoint.boxes import gather
+from trimtab.checkpoint.boxes import gather, gathered_bytes
 from trimtab.checkpoint.cast import decode_rows, find_bad, narrow, widen
+from trimtab.checkpoint.converted import ConvertedSource
 from trimtab.checkpoint.layout import PLAIN, Target
 from trimtab.checkpoint.source import Source
 from trimtab.errors import CheckpointError
@@ -99,12 +100,25 @@ class ByteMove(_OfTarget):
 
     pieces: Pieces = field(repr=False)
 
+    @property
+    def source_bytes(self) -> int:
+        """Bytes that are read for all of it."""
+        target = self.target
+        width, pitch = len(target.columns) * target.item, target.matrix[1] * target.item
+        return len(target.parts) * gathered_bytes(len(target.rows), width, pitch)
+
     def fill(self, begin: int, out: memoryview) -> None:
         """Fill `out` with the bytes from `begin` on."""
         stored, size = self.pieces(self.target), self.target.piece_bytes
         for number, start, cut in _runs(begin, out, size):
             self._fill_piece(stored[number], start, cut)
-            check_finite(cut, start, self.target.dtype, stored[number], self.source)
+            check_finite(cut, start, self.target.dtype, self.target.transform,
+                         partial(_where, self.source, stored[number]), self._shape)
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        """Rows and columns of the box that is held of each stored tensor."""
+        return len(self.target.rows), len(self.target.columns)
 
     def _fill_piece(self, stored: StoredTensor, start: int, out: memoryview) -> None:
         target = self.target
@@ -112,8 +126,7 @@ class ByteMove(_OfTarget):
         pitch = target.matrix[1] * target.item
         if entry.dtype != target.dtype or entry.num_bytes % pitch:
             rule = f"must be {target.dtype}, as the other tensors stacked with it"
-            raise CheckpointError("TT304", f"{self.source.where}/{entry.file}: {stored.name}", rule,
-                                  value=entry.dtype)
+            raise CheckpointError("TT304", _where(self.source, stored), rule, value=entry.dtype)
         if len(target.columns) == target.matrix[1]:
             self.source.read_into(stored.name, target.rows.start * pitch + start, out)
             return
@@ -122,6 +135,24 @@ class ByteMove(_OfTarget):
             pitch, target.rows.start, target.columns.start * target.item,
             len(target.columns) * target.item, start, out,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class HeldMove(_OfTarget):
+    """A target that a converted directory of the same layout holds as it is."""
+
+    source: ConvertedSource
+
+    def fill(self, begin: int, out: memoryview) -> None:
+        """Fill `out` with the bytes from `begin` on."""
+        self.source.read_held(self.target, begin, out)
+        check_finite(out, begin, self.target.dtype, self.target.transform,
+                     lambda: f"{self.source.where}/{self.target.key.name}: {self.name}", self.shape)
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes that are read for all of it."""
+        return self.num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,21 +221,24 @@ class CastMove(_OfTarget):
         pitch = width * DTYPE_BYTES[entry.dtype]
         raw = memoryview(bytearray(len(rows) * pitch))
         self.source.read_into(stored.name, rows.start * pitch, raw)
-        check_finite(raw, rows.start * pitch, entry.dtype, stored, self.source)
+        check_finite(raw, rows.start * pitch, entry.dtype, stored.transform,
+                     partial(_where, self.source, stored), (stored.num_bytes // pitch, width))
         return raw
 
 
 def check_finite(
-    raw: memoryview, start: int, dtype: str, stored: StoredTensor, source: Source
+    raw: memoryview, start: int, dtype: str, transform: str, where: Callable[[], str],
+    shape: Sequence[int],
 ) -> None:
-    """Raise if whole elements among bytes of a stored tensor hold NaN, infinity or a NaN scale.
+    """Raise if whole elements among bytes of a tensor hold NaN, infinity or a NaN scale.
 
     Args:
         raw: bytes of the tensor; an element cut off at either end is not looked at.
-        start: bytes of the held box before `raw`.
+        start: bytes of the tensor before `raw`.
         dtype: safetensors dtype string.
-        stored: the tensor.
-        source: where it lies.
+        transform: of the stored tensor.
+        where: names file and tensor.
+        shape: of the tensor, for the place of the first bad element.
 
     Raises:
         CheckpointError: TT310.
@@ -213,17 +247,28 @@ def check_finite(
     low = -start % item
     high = low + (len(raw) - low) // item * item
     for begin in range(low, high, _CHUNK_BYTES):
-        place = find_bad(raw[begin : min(begin + _CHUNK_BYTES, high)], dtype, stored.transform)
+        place = find_bad(raw[begin : min(begin + _CHUNK_BYTES, high)], dtype, transform)
         if place is None:
             continue
-        file = source.entries()[stored.name].file
-        is_scale = stored.transform == "mxfp4_scale"
-        rule = "a block scale of 255 is NaN" if is_scale else "must be finite"
+        rule = "a block scale of 255 is NaN" if transform == "mxfp4_scale" else "must be finite"
         raise CheckpointError(
-            "TT310", f"{source.where}/{file}: {stored.name}",
-            f"{rule}; the first bad element is at byte {start + begin + place * item}",
+            "TT310", where(),
+            f"{rule}; first at {_index((start + begin) // item + place, shape)}",
             hint="copy the file again; if the source has it too, report it there",
         )
+
+
+def _index(element: int, shape: Sequence[int]) -> list[int]:
+    """Indices of an element of a row-major tensor."""
+    found = []
+    for size in reversed(shape[1:]):
+        element, place = divmod(element, size)
+        found.append(place)
+    return [element, *reversed(found)]
+
+
+def _where(source: Source, stored: StoredTensor) -> str:
+    return f"{source.where}/{source.entries()[stored.name].file}: {stored.name}"
 
 
 def _runs(begin: int, out: memoryview, size: int) -> list[tuple[int, int, memoryview]]:

@@ -28,7 +28,7 @@ from trimtab.units import format_bytes
 LARGEST_BLOCK = 8 * 2**20
 _SMALLEST_BLOCK = 64 * 2**10
 # What a thread needs beside its read buffer: rows of a cast in float32 and what they come from.
-_THREAD_BYTES = READ_BUFFER_BYTES + 8 * 2**20
+THREAD_BYTES = READ_BUFFER_BYTES + 8 * 2**20
 
 Moved = Callable[[int], None]
 """Called with the bytes of each block written."""
@@ -116,10 +116,10 @@ class Pipeline:
 
     def __init__(self, num_bytes: int, workers: int, keep_every: int = 2**28) -> None:
         count = workers + 2
-        each = (num_bytes - workers * _THREAD_BYTES) // count
+        each = (num_bytes - workers * THREAD_BYTES) // count
         self.block_bytes = min(each, LARGEST_BLOCK) // ALIGNMENT * ALIGNMENT
         if self.block_bytes < _SMALLEST_BLOCK:
-            needed = workers * _THREAD_BYTES + count * _SMALLEST_BLOCK
+            needed = workers * THREAD_BYTES + count * _SMALLEST_BLOCK
             raise ConfigError(
                 "TT102", "--memory", f"{workers} workers need {format_bytes(needed)} of buffers",
                 value=format_bytes(num_bytes), hint="allow more memory or use fewer --workers",

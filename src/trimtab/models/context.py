@@ -132,6 +132,11 @@ class ForwardContext:
             return self.positions
         return self.cache.lengths[self.sequence_ids] + self.positions
 
+    @property
+    def begins(self) -> bool:
+        """Whether the sequences begin in this pack, so that it holds all their tokens."""
+        return self.cache is None or not bool(self.cache.lengths.any())
+
     @cached_property
     def sequence_ids(self) -> Tensor:
         """[T] int64, 0..N-1."""

@@ -12,7 +12,7 @@ from trimtab.arch.spec import IndexerSpec
 from trimtab.models.cache import MLACache
 from trimtab.models.context import ForwardContext
 from trimtab.models.linear import LayerNormWeights, Linear
-from trimtab.models.padded import PaddedTokens
+from trimtab.models.padded import QUERIES, PaddedTokens
 from trimtab.ops.attention.indexer import index_scores, select_mask
 from trimtab.ops.attention.pooling import PoolRule, pool_keys, pool_starts, select_cached_pools
 from trimtab.ops.attention.selection import Selection
@@ -80,29 +80,39 @@ class Indexer(nn.Module):
         return self.keys(x, rotation, ctx)
 
     @torch.no_grad()
+    def remember(
+        self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext, cache: MLACache
+    ) -> Tensor:
+        """Add new tokens to the cache; [N, P, K], all that a query can be scored against."""
+        new = self.keys(x, rotation, ctx)
+        return cache.index.append(new, ctx.sequence_ids, ctx.slots, int(ctx.slots.max()) + 1)
+
+    @torch.no_grad()
     def select_cached(
         self, x: Tensor, q_latent: Tensor, rotation: Rotation | None, ctx: ForwardContext,
-        cache: MLACache, queries: PaddedTokens, visible: Tensor,
+        index: Tensor, queries: PaddedTokens, visible: Tensor,
     ) -> Tensor:
-        """Add the new tokens to the cache and choose from it.
+        """Choose from the cache.
 
         Args:
             x: [T, D], new tokens of N sequences.
             q_latent: [T, L] or x, what index queries are made of.
             rotation: of the new tokens; None where nothing is rotated.
             ctx: with a cache.
-            cache: of the layer.
+            index: [N, P, K] of `remember`.
             queries: how the T tokens lie beside each other.
             visible: [N, t, S] bool, the tokens up to each query.
 
         Returns:
             [N, t, S] bool, those of the visible tokens that are kept.
         """
-        slots = queries.unpad(queries.slots)
-        keys = cache.index.append(self.keys(x, rotation, ctx), ctx.sequence_ids, slots, visible.shape[-1])
-        q, w = self.queries(x, q_latent, rotation, ctx)
-        scores = index_scores(queries.pad(q), keys, queries.pad(w))
-        return select_mask(scores, visible, self.rule.count)
+        q, w = (queries.pad(part) for part in self.queries(x, q_latent, rotation, ctx))
+        parts = zip(*(part.split(QUERIES, 1) for part in (q, w, queries.slots, visible)), strict=True)
+        return torch.cat([self._choose(index, *part) for part in parts], 1)
+
+    def _choose(self, index: Tensor, q: Tensor, w: Tensor, places: Tensor, visible: Tensor) -> Tensor:
+        """[N, t, S] bool of a few queries."""
+        return select_mask(index_scores(q, index, w), visible, self.rule.count)
 
 
 class PooledIndexer(Indexer):
@@ -129,17 +139,16 @@ class PooledIndexer(Indexer):
         return self._pooled(members)
 
     @torch.no_grad()
-    def select_cached(
-        self, x: Tensor, q_latent: Tensor, rotation: Rotation | None, ctx: ForwardContext,
-        cache: MLACache, queries: PaddedTokens, visible: Tensor,
+    def remember(
+        self, x: Tensor, rotation: Rotation | None, ctx: ForwardContext, cache: MLACache
     ) -> Tensor:
-        """Add the new tokens to the cache and choose from it; shapes as for a token indexer."""
-        assert ctx.cache is not None, "only called while decoding"
-        pools = self._extend(self._members(x, rotation, ctx), cache, ctx, ctx.cache.lengths)
-        q, w = self.queries(x, q_latent, rotation, ctx)
-        return select_cached_pools(
-            queries.pad(q), pools, queries.pad(w), queries.slots, visible.shape[-1], self.rule
-        )
+        """Add new tokens to the cache; [N, P, K], the last pool of a sequence may be open."""
+        assert ctx.cache is not None, "only called with a cache"
+        return self._extend(self._members(x, rotation, ctx), cache, ctx, ctx.cache.lengths)
+
+    def _choose(self, index: Tensor, q: Tensor, w: Tensor, places: Tensor, visible: Tensor) -> Tensor:
+        """[N, t, S] bool of a few queries."""
+        return select_cached_pools(q, index, w, places, visible.shape[-1], self.rule)
 
     def _extend(
         self, new: Tensor, cache: MLACache, ctx: ForwardContext, past: Tensor

@@ -18,7 +18,7 @@ from trimtab.models.cache import MLACache
 from trimtab.models.context import ForwardContext
 from trimtab.models.indexer import Rotation, build_indexer
 from trimtab.models.linear import Linear, RMSNorm
-from trimtab.models.padded import PaddedTokens
+from trimtab.models.padded import QUERIES, PaddedTokens
 from trimtab.ops.attention.operators import LatentKeys
 from trimtab.ops.attention.selection import Selection
 from trimtab.ops.backends import OpTable
@@ -99,7 +99,9 @@ class MLA(nn.Module):
             q_nope, q_rope = q.split((spec.qk_nope_head_dim, spec.qk_rope_head_dim), -1)
             q = torch.cat((q_nope, rotate(q_rope, *rotation, spec.rope.layout)), -1)
             k_rope = rotate(k_rope, *rotation, spec.rope.layout)
-        if ctx.cache is None:
+        if ctx.begins:
+            if ctx.cache is not None:
+                self._remember(x, rotation, latent, k_rope, ctx)
             selected = self._selection(x, q_latent, rotation, selected, ctx)
             assert not isinstance(selected, Tensor), "packs are not masked"
             o = self._packed(q, latent, k_rope, selected, ctx)
@@ -149,29 +151,36 @@ class MLA(nn.Module):
         k_rope: Tensor, selected: Selected | None, ctx: ForwardContext,
     ) -> tuple[Tensor, Tensor | None]:
         """[T, H, V] against cached latents, with kv_b absorbed, and the mask [N, t, S] used."""
-        assert ctx.cache is not None, "only called while decoding"
-        cache = ctx.cache.layers[self.layer]
-        assert isinstance(cache, MLACache), "the cache was built for this architecture"
-        wide = island_dtype(x)
-        slots = ctx.slots
-        new = torch.cat((latent.to(wide), k_rope.to(wide)), -1)
-        keys = cache.latents.append(new, ctx.sequence_ids, slots, int(slots.max()) + 1)
-        queries = PaddedTokens(ctx, slots)
+        wide, queries = island_dtype(x), PaddedTokens(ctx, ctx.slots)
+        keys, index = self._remember(x, rotation, latent, k_rope, ctx)
         visible = torch.arange(keys.shape[1], device=x.device) <= queries.slots.unsqueeze(-1)
-        if self.indexer is not None:
-            visible = self.indexer.select_cached(
-                x, q_latent, rotation, ctx, cache, queries, visible
-            )
+        if self.indexer is not None and index is not None:
+            visible = self.indexer.select_cached(x, q_latent, rotation, ctx, index, queries, visible)
         elif self.spec.indexer is not None and selected is not None:
             assert isinstance(selected, Tensor), "cached keys are masked"
             visible = selected
-        o = self._absorbed(queries.pad(q.to(wide)), keys, visible, queries).to(x.dtype)
-        return o, None if self.spec.indexer is None else visible
+        # Scores of a few queries at a time: a long piece of a prompt must not cost t x S per head.
+        parts = zip(queries.pad(q.to(wide)).split(QUERIES, 1), visible.split(QUERIES, 1), strict=True)
+        o = torch.cat([self._absorbed(part, keys, seen) for part, seen in parts], 1)
+        return queries.unpad(o).to(x.dtype), None if self.spec.indexer is None else visible
 
-    def _absorbed(
-        self, q: Tensor, keys: Tensor, visible: Tensor, queries: PaddedTokens
-    ) -> Tensor:
-        """Attention in the latent: q [N, t, H, K], keys [N, S, L + rope], visible [N, t, S]."""
+    def _remember(
+        self, x: Tensor, rotation: Rotation | None, latent: Tensor, k_rope: Tensor,
+        ctx: ForwardContext,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Add new tokens to the cache; all latents so far [N, S, L + rope], and all index keys."""
+        assert ctx.cache is not None, "only called with a cache"
+        cache = ctx.cache.layers[self.layer]
+        assert isinstance(cache, MLACache), "the cache was built for this architecture"
+        wide, slots = island_dtype(x), ctx.slots
+        new = torch.cat((latent.to(wide), k_rope.to(wide)), -1)
+        keys = cache.latents.append(new, ctx.sequence_ids, slots, int(slots.max()) + 1)
+        if self.indexer is None:
+            return keys, None
+        return keys, self.indexer.remember(x, rotation, ctx, cache)
+
+    def _absorbed(self, q: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
+        """[N, t, H, V] from q [N, t, H, K], keys [N, S, L + rope] and visible [N, t, S]."""
         heads, nope = self.spec.num_heads, self.spec.qk_nope_head_dim
         up = self.kv_b_proj.effective_weight(q.dtype).unflatten(0, (heads, -1))
         q_latent = torch.einsum("nthk,hkl->nthl", q[..., :nope], up[:, :nope])
@@ -181,4 +190,4 @@ class MLA(nn.Module):
         # A query that may see nothing takes nothing.
         p = torch.softmax(scores, -1).masked_fill(~visible.any(-1)[..., None, None], 0.0)
         mixed = torch.einsum("nths,nsl->nthl", p, keys[..., : self.spec.kv_lora_rank])
-        return queries.unpad(torch.einsum("nthl,hvl->nthv", mixed, up[:, nope:]))
+        return torch.einsum("nthl,hvl->nthv", mixed, up[:, nope:])

@@ -6,6 +6,9 @@ from torch import Tensor
 
 from trimtab.models.context import ForwardContext
 
+# New tokens of a sequence whose scores against its cache exist at once.
+QUERIES = 64
+
 
 class PaddedTokens:
     """Flat tokens of N sequences as [N, t, ...], short sequences repeating slot 0 at the end."""

@@ -15,8 +15,9 @@ from tests.support.compare import relative_error
 from trimtab.errors import OperatorError
 from trimtab.ops.attention import tile_mask
 from trimtab.ops.attention.cost import gather_us, tile_us
-from trimtab.ops.attention.operators import ATTENTION, LatentKeys
+from trimtab.ops.attention.operators import ATTENTION, INDEXER, LatentKeys
 from trimtab.ops.attention.packs import QUERY_BLOCK, PackBorders, pack_borders
+from trimtab.ops.attention.pooling import PoolRule
 from trimtab.ops.attention.selection import Selection
 from trimtab.ops.native.library import unavailable
 from trimtab.verify.tolerances import limit
@@ -187,8 +188,8 @@ def test_both_forms_of_a_selection_give_the_same(name: str) -> None:
 
 def test_long_packs_with_few_heads_take_tiles_and_many_heads_gather() -> None:
     # K3.1-like widths: 128 + 64 channels, values of 128, latents of 512.
-    assert tile_us(8192, 8, 192, 128) < gather_us(2048, 8, 512, 64)
-    assert tile_us(16384, 64, 192, 128) > gather_us(2048, 64, 512, 64)
+    assert tile_us(8192, 8, 192, 128) < gather_us(2048, 8, 192, 128, 512, 64)
+    assert tile_us(16384, 64, 192, 128) > gather_us(2048, 64, 192, 128, 512, 64)
     case = draw([100])
     q, latent, shared, weight = case.leaves
     keys = LatentKeys(latent, shared, lambda: latent, lambda: weight, VALUE)
@@ -209,15 +210,32 @@ def test_the_flops_of_both_passes_are_counted() -> None:
     assert counted["trimtab.attention_tiles_bwd"] == 2 * pairs * (3 * (NOPE + SHARED) + 2 * VALUE)
 
 
-def test_shapes_are_known_without_values() -> None:
+@pytest.mark.parametrize("name", ["tiles", "gather"])
+def test_shapes_are_known_without_values(name: str) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    length = QUERY_BLOCK + 5
     with FakeTensorMode():
-        case = draw([QUERY_BLOCK + 5])
-        found = case.run("tiles", None, torch.float32)
+        case = draw([length])
+        index = [torch.randn(length, *sizes) for sizes in ((2, 3), (3,), (2,))]
+        selection = INDEXER(*index, PoolRule(1, 9, tail=False), case.borders)
+        found = case.run(name, selection, torch.float32)
+    assert selection.bits is not None and selection.bits.shape == (case.borders.byte_starts[-1],)
     assert [tuple(x.shape) for x in found] == [
-        (QUERY_BLOCK + 5, HEADS, VALUE), *(tuple(x.shape) for x in case.leaves)
+        (length, HEADS, VALUE), *(tuple(x.shape) for x in case.leaves)
     ]
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_bfloat16_is_rounded_at_the_ends_only(name: str) -> None:
+    case = draw([150])
+    selection = some_keys(case.borders, 0.3)
+    found = case.run(name, selection, torch.bfloat16)
+    assert all(x.dtype is torch.bfloat16 for x in found)
+    rounded = Case(case.borders, [x.bfloat16().double() for x in case.leaves])
+    expected = rounded.run("reference", selection, torch.float64)
+    for a, b in zip(found, expected, strict=True):
+        assert relative_error(a, b) <= limit("attention.bfloat16")
 
 
 BROKEN: dict[str, tuple[Callable[[dict[str, object]], object], str]] = {

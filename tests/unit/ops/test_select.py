@@ -142,7 +142,7 @@ def test_a_list_with_hidden_keys_is_refused(hidden: int) -> None:
     assert (caught.value.where, caught.value.value) == ("positions[24, 1]", hidden)
     with pytest.raises(OperatorError, match="int32 or int64"):
         Selection.from_positions(positions.float(), borders)
-    with pytest.raises(OperatorError, match=r"\[40, S\]"):
+    with pytest.raises(OperatorError, match=r"\[T=40, S\]"):
         Selection.from_positions(positions[1:], borders)
 
 

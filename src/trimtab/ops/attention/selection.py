@@ -9,19 +9,18 @@ the key 8i + j after the block's first one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from trimtab.errors import OperatorError
 from trimtab.ops.attention.packs import (
     QUERY_BLOCK,
     PackBorders,
     blocks,
-    pack_borders,
     row_bytes,
 )
+from trimtab.ops.checks import check_shape, require, values_readable
 
 # Multiplying eight 0/1 bytes by this collects them, first byte lowest, in the highest byte.
 _COLLECT = 0x0102040810204080
@@ -29,7 +28,7 @@ _COLLECT = 0x0102040810204080
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which keys each query of a pack attends to; all of them visible.
+    """Which keys each query of a pack attends to; all of them visible to it.
 
     Args:
         borders: of the pack.
@@ -60,22 +59,19 @@ class Selection:
         Raises:
             OperatorError: TT111, a wrong shape or dtype, or a key that its query may not see.
         """
-        if positions.ndim != 2 or positions.shape[0] != borders.total:
-            raise OperatorError("TT111", "positions", f"must be [{borders.total}, S]", value=list(positions.shape))
-        if positions.dtype not in (torch.int32, torch.int64):
-            raise OperatorError("TT111", "positions", "must be int32 or int64", value=positions.dtype)
+        check_shape("positions", positions, "T S", {"T": borders.total})
+        whole = positions.dtype in (torch.int32, torch.int64)
+        require(whole, "positions", "must be int32 or int64", positions.dtype)
         own = torch.arange(borders.total, device=positions.device).unsqueeze(1)
         wrong = (positions >= 0) & ((positions > own) | (positions < borders.starts.unsqueeze(1)))
-        if positions.device.type != "meta" and bool(wrong.any()):
+        if values_readable(positions) and bool(wrong.any()):
             t, slot = wrong.nonzero()[0].tolist()
-            raise OperatorError(
-                "TT111", f"positions[{t}, {slot}]", "a query may only select keys of its own "
-                f"sequence up to itself, {int(borders.starts[t])} to {t}", value=int(positions[t, slot]),
-            )
+            rule = f"must be a key of its sequence up to itself, {int(borders.starts[t])} to {t}"
+            require(False, f"positions[{t}, {slot}]", rule, int(positions[t, slot]))
         stored = new_selection(borders, positions.shape[1], positions.device)
-        whole = cls(borders, positions.shape[1], None, positions)
+        listed = cls(borders, positions.shape[1], None, positions)
         for queries, keys in blocks(borders):
-            write_block(stored, borders, whole.mask(queries, keys), queries, keys)
+            write_block(stored, borders, listed.mask(queries, keys), queries, keys)
         return cls.of(borders, positions.shape[1], stored)
 
     @property
@@ -120,13 +116,6 @@ class Selection:
         """[T, S] int32 of the whole pack, as in `block_positions`."""
         parts = [self.block_positions(*block) for block in blocks(self.borders)]
         return torch.cat(parts) if parts else self.stored.new_empty(0, self.width, dtype=torch.int32)
-
-    def to(self, device: torch.device) -> Selection:
-        """On another device."""
-        bits = None if self.bits is None else self.bits.to(device)
-        positions = None if self.positions is None else self.positions.to(device)
-        borders = pack_borders(self.borders.lengths, device)
-        return replace(self, borders=borders, bits=bits, positions=positions)
 
 
 def kept_as_bits(borders: PackBorders, width: int) -> bool:
