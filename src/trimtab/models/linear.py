@@ -60,7 +60,7 @@ class Linear(nn.Module):
     def effective_weight(self, dtype: torch.dtype) -> Tensor:
         """[out, in] with the LoRA delta added, for paths that absorb the matrix."""
         weight = self.weight.to(dtype)
-        return weight if self.lora is None else weight + self.lora.delta().to(dtype)
+        return weight if self.lora is None else weight + self.lora.delta(dtype)
 
 
 class RMSNorm(nn.Module):
