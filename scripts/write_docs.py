@@ -107,9 +107,10 @@ def tables(section: type[BaseModel], prefix: str, seen: dict[object, str]) -> It
     yield summary(section)
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
     below: dict[str, type[BaseModel]] = {}
-    for name, field in section.model_fields.items():
+    for attribute, field in section.model_fields.items():
+        name = field.alias or attribute
         kind = describe_type(schema["properties"][name], schema.get("$defs", {}))
-        ranges = ", ".join(dict.fromkeys(limits(hints[name])))
+        ranges = ", ".join(dict.fromkeys(limits(hints[attribute])))
         words, null, _ = kind.partition(" or null")
         default = describe_default(field)
         inner = section_of(field.annotation)

@@ -36,6 +36,8 @@ def finetune(
     result = run(loaded)
     if as_json:
         typer.echo(json.dumps(result.as_dict()))
+    elif result.stopped:
+        typer.echo(f"{result.output}: stopped after {result.steps} steps, state saved")
     else:
         first = "" if result.first_loss is None else f"loss {result.first_loss:.4f} -> "
         last = "" if result.last_loss is None else f"{result.last_loss:.4f}, "
@@ -43,6 +45,9 @@ def finetune(
             f"{result.adapter}: {result.steps} steps, {first}{last}"
             f"{result.tokens_per_second:,.0f} tokens/s, peak {result.peak_memory_gib:.2f} GiB"
         )
+    if result.stopped:
+        typer.echo(f"next: trimtab finetune {recipe}{_repeat(overrides)}", err=True)
+        return
     held_out = loaded.evaluate.domain or loaded.evaluate.general
     evaluate = f"trimtab evaluate {recipe}{_repeat(overrides)}"
     generate = f"trimtab generate {loaded.model.path} --adapter {result.adapter} --interactive"

@@ -24,6 +24,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "verify": ("trimtab.cli.verify", "Check files, numbers and structure of a checkpoint"),
     "data": ("trimtab.cli.data", "Show what training reads: records, masks, packs"),
     "finetune": ("trimtab.cli.finetune", "Train a LoRA adapter from a recipe"),
+    "report": ("trimtab.cli.run_report", "Curves, experts and drift of a run on one page"),
     "evaluate": ("trimtab.cli.evaluate", "Score base and adapter on domain and general sets"),
     "generate": ("trimtab.cli.generate", "Answer a prompt with base or adapter"),
     "merge": ("trimtab.cli.merge", "Fold an adapter into its base"),

@@ -40,4 +40,4 @@ Word = Annotated[str, Field(min_length=1)]
 class Section(BaseModel):
     """A part of the recipe: unknown keys are faults, values cannot change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, serialize_by_alias=True)

@@ -166,8 +166,9 @@ def _known_paths(
     section: type[BaseModel], prefix: KeyPath
 ) -> Iterator[tuple[KeyPath, tuple[str, ...]]]:
     """Yield (section path, its keys) for a section and all below it."""
-    yield prefix, tuple(section.model_fields)
-    for name, field in section.model_fields.items():
+    keys = {field.alias or name: field for name, field in section.model_fields.items()}
+    yield prefix, tuple(keys)
+    for name, field in keys.items():
         for below in _sections_in(field.annotation):
             yield from _known_paths(below, (*prefix, name))
 

@@ -16,6 +16,7 @@ from trimtab.config.data import DataSection
 from trimtab.config.evaluation import EvaluateSection
 from trimtab.config.fields import Positive, PositiveInt, Section, Word, fault, not_yet
 from trimtab.config.lora import LoRASection, OptimizerSection
+from trimtab.config.watch import CheckpointSection, DriftSection, Tracker, ValidateSection
 
 BaseDtype = Literal["native", "bf16", "fp32"]
 ComputeDtype = Literal["auto", "bf16", "fp32", "fp64"]
@@ -95,6 +96,7 @@ class FinetuneSection(Section):
         epochs: passes over the domain records.
         batch: sizes in tokens.
         data: records.
+        drift: measurement of the routing.
     """
 
     method: Literal["lora"] = "lora"
@@ -109,6 +111,7 @@ class FinetuneSection(Section):
     epochs: Positive | None = None
     batch: BatchSection = BatchSection()
     data: DataSection
+    drift: DriftSection = DriftSection()
 
     @field_validator("recompute")
     @classmethod
@@ -176,18 +179,6 @@ class ParallelSection(Section):
         return value
 
 
-class CheckpointSection(Section):
-    """Saved training states.
-
-    Attributes:
-        every_steps: steps between two saved states.
-        keep: how many states stay on disk.
-    """
-
-    every_steps: PositiveInt = 50
-    keep: PositiveInt = 2
-
-
 def _auto_is_default(value: object) -> object:
     return {} if value == "auto" else value
 
@@ -200,9 +191,10 @@ class Recipe(Section):
         finetune: training.
         parallel: degrees, or the word `auto`.
         evaluate: held-out sets and gate.
+        validate: held-out records and validation during the run.
         checkpoint: saved states.
         ops: implementation by operator, to find which one is at fault; `trimtab doctor ops` lists them.
-        track: where metrics go; `jsonl` is a file in the output directory.
+        track: where metrics go; `jsonl`, a file in the output directory, is always written.
         output: run directory.
         seed: of data order, adapter initialisation and dropout.
     """
@@ -211,8 +203,10 @@ class Recipe(Section):
     finetune: FinetuneSection
     parallel: Annotated[ParallelSection, BeforeValidator(_auto_is_default)] = ParallelSection()
     evaluate: EvaluateSection = EvaluateSection()
+    # pydantic keeps the name `validate` for itself
+    validation: Annotated[ValidateSection, Field(alias="validate")] = ValidateSection()
     checkpoint: CheckpointSection = CheckpointSection()
     ops: dict[Word, Word] = Field(default_factory=dict)
-    track: tuple[Literal["jsonl"], ...] = ("jsonl",)
+    track: tuple[Tracker, ...] = ("jsonl",)
     output: Word
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 17

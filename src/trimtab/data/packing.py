@@ -37,6 +37,7 @@ class Pack:
         valid: bool [T]; False on padding.
         num_supervised: labels that enter the loss.
         tokens_by_source: tokens without padding, by name of the file in the recipe.
+        sources: name of the file of each record.
         images: of all records, in the order of their tokens.
         image_rows: int64 [M], positions of their placeholder tokens, ascending.
     """
@@ -50,6 +51,7 @@ class Pack:
     tokens_by_source: dict[str, int]
     images: tuple[ImagePatches, ...] = ()
     image_rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    sources: tuple[str, ...] = ()
 
     @property
     def lengths(self) -> list[int]:
@@ -97,6 +99,7 @@ def build_pack(
         tokens_by_source=by_source,
         images=tuple(images),
         image_rows=np.asarray(rows, np.int64),
+        sources=tuple(sources),
     )
 
 

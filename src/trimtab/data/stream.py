@@ -8,7 +8,7 @@ turns on it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from trimtab.config.data import DataSection
@@ -59,6 +59,7 @@ class DataStream:
         seed: the recipe's seed.
         vocab_size: rows of the model's embedding; larger ids are refused.
         processor: of the model's images; None for a model of text only.
+        files: the records of each file of `data`, where some are held out; else all are read.
 
     Attributes:
         position: number of packs dealt so far; the one counter that names a place.
@@ -74,14 +75,17 @@ class DataStream:
         seed: int,
         vocab_size: int | None = None,
         processor: ImageProcessor | None = None,
+        files: Sequence[RecordFile] | None = None,
     ) -> None:
         self._data = data
         self._tokenizer = tokenizer
         self._seed = seed
         self._vocab_size = vocab_size
         self._processor = processor
+        opened = [open_records(f.path) for f in data.files] if files is None else files
         self._sources = [
-            _Source(f.name, f.role, open_records(f.path), f.share) for f in data.files
+            _Source(f.name, f.role, file, f.share)
+            for f, file in zip(data.files, opened, strict=True)
         ]
         self.position = 0
         self._start()
@@ -173,6 +177,13 @@ class DataStream:
             self._filler.waiting.append((ref, encoded))
         self.position = int(state["position"])  # type: ignore[call-overload]
 
+    def fresh(self) -> DataStream:
+        """Another stream of the same packs, at their beginning."""
+        files = [source.file for source in self._sources]
+        return DataStream(
+            self._data, self._tokenizer, self._seed, self._vocab_size, self._processor, files
+        )
+
     def seek(self, position: int) -> None:
         """Go to the pack of that number by reading from the start; `restore` is faster."""
         if position < self.position:
@@ -191,9 +202,7 @@ class DataStream:
         domain = [i for i, source in enumerate(self._sources) if source.role == "domain"]
         sizes = [len(self._sources[i].file) for i in domain]
         wanted = math.ceil(epochs * sum(sizes))
-        probe = DataStream(
-            self._data, self._tokenizer, self._seed, self._vocab_size, self._processor
-        )
+        probe = self.fresh()
         progress = [probe._mixture.progress[i] for i in domain]
 
         def dealt() -> int:

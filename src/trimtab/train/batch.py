@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trimtab.config.data import Role
 from trimtab.data.images import ImagePatches
-from trimtab.data.packing import Pack
+from trimtab.data.packing import IGNORED, Pack
 from trimtab.models.context import ImageBatch
 from trimtab.train.plan import BatchPlan
 
@@ -25,12 +26,13 @@ class MicroBatch:
 
     Args:
         input_ids: [T], int64.
-        labels: [T], int64, the token to predict at each position; IGNORE_INDEX where unsupervised.
+        labels: [T], int64, the token to predict at each position; IGNORED where unsupervised.
         lengths: documents, summing to T.
         valid: [T], bool; False on pads.
         token_ids: [T], int64, position in the global batch: what dropout masks are drawn from, so
             that they do not depend on the accumulation.
         images: of all packs, None where there are none.
+        general: [T], bool; True on records of the general source.
     """
 
     input_ids: Tensor
@@ -38,7 +40,19 @@ class MicroBatch:
     lengths: tuple[int, ...]
     valid: Tensor
     token_ids: Tensor
-    images: ImageBatch | None = None
+    images: ImageBatch | None
+    general: Tensor
+
+    def rows(self) -> dict[Role, Tensor]:
+        """Positions of the supervised tokens by the role of their source; roles without any are
+        left out.
+        """
+        supervised = self.labels != IGNORED
+        found: dict[Role, Tensor] = {
+            "domain": (supervised & ~self.general).nonzero().squeeze(1),
+            "general": (supervised & self.general).nonzero().squeeze(1),
+        }
+        return {role: rows for role, rows in found.items() if len(rows)}
 
 
 def image_batch(
@@ -89,4 +103,7 @@ def micro_batches(packs: Sequence[Pack], plan: BatchPlan) -> Iterator[MicroBatch
             valid=torch.cat([torch.as_tensor(p.valid, dtype=torch.bool) for p in members]),
             token_ids=torch.arange(first, first + ids.numel()),
             images=_images(members),
+            general=torch.tensor(
+                [name.startswith("general") for p in members for name in p.sources]
+            ).repeat_interleave(torch.tensor([n for p in members for n in p.lengths])),
         )

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 FREE_KEYS = frozenset({
-    "cluster", "devices", "parallel", "ops", "evaluate", "validate", "checkpoint", "track",
+    "cluster", "devices", "parallel", "ops", "evaluate", "checkpoint", "track",
+    "validate.max_tokens", "validate.keep_best", "validate.stop_after",
     "output", "finetune.steps", "finetune.epochs", "finetune.recompute", "finetune.on_nan",
     "finetune.base_residency", "finetune.memory_limit", "finetune.offload", "finetune.drift",
     "finetune.lora.check_steps", "finetune.lora.serve_with",

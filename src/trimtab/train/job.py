@@ -13,24 +13,28 @@ from torch.nn import Parameter
 from trimtab.checkpoint.load import load_model
 from trimtab.checkpoint.source import open_source
 from trimtab.config.recipe import Recipe
+from trimtab.data.holdout import RecordSubset, split_records
 from trimtab.data.image_totals import count_images
+from trimtab.data.packing import Pack
 from trimtab.data.prompt import load_image_processor
-from trimtab.data.records import open_records
+from trimtab.data.records import RecordFile, open_records
 from trimtab.data.stream import DataStream
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.errors import RunError
 from trimtab.models.decoder import CausalLM
 from trimtab.models.full import train_full
 from trimtab.models.lora import inject, trainable_parameters
+from trimtab.train.batch import MicroBatch, micro_batches
 from trimtab.train.identity import fixed_hash
-from trimtab.train.optimizer import OptimizerOptions, build_optimizer
-from trimtab.train.plan import RunPlan
+from trimtab.train.optimizer import OptimizerOptions, branches_of, build_optimizer
+from trimtab.train.plan import BatchPlan, RunPlan
 from trimtab.train.reporter import Reporter
 from trimtab.train.run_dir import RunDirectory, RunRecord, versions
 from trimtab.train.schedule import Schedule
 from trimtab.train.start import start_from
 from trimtab.train.state import TrainState, newest_state, restore_state
 from trimtab.train.step import StepOptions
+from trimtab.train.validation import held_out_packs
 
 _IMAGES_CHECKED = 20_000  # records per file whose images are looked at before training
 _COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -46,7 +50,7 @@ class Job:
     model: CausalLM
     parameters: dict[str, Parameter]
     optimizer: torch.optim.Optimizer
-    stream: DataStream
+    data: RunData
     schedule: Schedule
     options: StepOptions
 
@@ -56,28 +60,57 @@ class Job:
         return self.schedule.total_steps
 
 
-def open_stream(recipe: Recipe, plan: RunPlan, say: Reporter) -> DataStream:
-    """The stream of packs, after a look at the images that records name."""
-    data = recipe.finetune.data
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """What is trained on, and what is not.
+
+    Args:
+        stream: training packs.
+        held_out: packs of held-out records; none without validation.
+    """
+
+    stream: DataStream
+    held_out: list[Pack]
+
+    def probe(self, plan: BatchPlan) -> MicroBatch:
+        """One pack that stays the same over the run, held out if there are such."""
+        pack = self.held_out[0] if self.held_out else self.stream.fresh().next_pack()
+        (batch,) = micro_batches([pack], plan)
+        return batch
+
+
+def open_data(recipe: Recipe, plan: RunPlan, say: Reporter) -> RunData:
+    """The stream of packs, after a look at the images that records name, and held-out packs."""
+    data, validate = recipe.finetune.data, recipe.validation
     tokenizer = load_tokenizer(recipe.model.path)
     processor = load_image_processor(recipe.model.path, data.image)
+    files: list[RecordFile] = []
+    held_out: dict[str, RecordSubset] = {}
+    shares = {"domain": validate.domain_holdout, "general": validate.general_holdout}
     for file in data.files:
-        totals = count_images(open_records(file.path), tokenizer, processor, data,
-                              limit=_IMAGES_CHECKED)
+        records = open_records(file.path)
+        totals = count_images(records, tokenizer, processor, data, limit=_IMAGES_CHECKED)
         if totals.images or totals.left_out:
             say.say(f"{file.path}: {totals}")
-    return DataStream(data, tokenizer, recipe.seed, plan.arch.vocab_size, processor)
+        if validate.every_steps is not None and shares[file.role] > 0:
+            split = split_records(records, shares[file.role])
+            say.say(f"{file.path}: {len(split.held_out):,} of {len(records):,} records held out "
+                    "for validation")
+            records, held_out[file.name] = split.training, split.held_out
+        files.append(records)
+    stream = DataStream(data, tokenizer, recipe.seed, plan.arch.vocab_size, processor, files)
+    return RunData(stream, held_out_packs(held_out, data, tokenizer, processor, validate.max_tokens))
 
 
 def assemble(
-    recipe: Recipe, plan: RunPlan, run: RunDirectory, stream: DataStream, say: Reporter
+    recipe: Recipe, plan: RunPlan, run: RunDirectory, data: RunData, say: Reporter
 ) -> Job:
     """Load weights, inject adapters, set up optimizer and schedule."""
     length = recipe.finetune
     steps = length.steps
     if steps is None:
         assert length.epochs is not None, "a recipe has steps or epochs"
-        steps = stream.steps_for_epochs(length.epochs, plan.batch.tokens_per_step)
+        steps = data.stream.steps_for_epochs(length.epochs, plan.batch.tokens_per_step)
         say.say(f"{length.epochs:g} epochs = {steps} steps")
     compute = None if length.compute_dtype == "auto" else _COMPUTE[length.compute_dtype]
     with say.progress("loading weights (%)") as update:
@@ -100,10 +133,10 @@ def assemble(
                                lora_b_lr_ratio=settings.lora_b_lr_ratio)
     return Job(
         recipe, plan, run, model, parameters,
-        build_optimizer(parameters, plan.targets, options), stream,
+        build_optimizer(parameters, plan.targets, options), data,
         Schedule.from_ratio(settings.scheduler, steps, settings.warmup_ratio),
         StepOptions(plan.batch, recipe.seed, settings.max_grad_norm, length.on_nan,
-                    length.recompute == "layer"),
+                    length.recompute == "layer", branches_of(parameters, plan.targets)),
     )
 
 
@@ -140,7 +173,7 @@ def begin(
             if state.identity != identity:
                 raise RunError("TT603", str(newest), "was saved by a run with another recipe",
                                hint="put back the checkpoints of this run")
-            job.stream.restore(state.data)
+            job.data.stream.restore(state.data)
         if state.step > job.total_steps:
             raise RunError("TT601", "finetune.steps", f"the run has done {state.step} steps; "
                            "a run can be made longer, not shorter", value=job.total_steps)

@@ -9,8 +9,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 Row = Mapping[str, object]
 
@@ -26,8 +24,7 @@ class MetricsWriter:
 
     def __init__(self, path: Path, *, keep_through: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            _truncate_after(path, keep_through)
+        truncate_after(path, keep_through)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: Row) -> None:
@@ -35,13 +32,8 @@ class MetricsWriter:
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
@@ -54,7 +46,10 @@ def read_metrics(path: Path) -> Iterator[dict[str, object]]:
             yield json.loads(line)
 
 
-def _truncate_after(path: Path, step: int) -> None:
+def truncate_after(path: Path, step: int) -> None:
+    """Drop the rows of later steps, and a half-written last line, from a file if it is there."""
+    if not path.exists():
+        return
     rows = [row for row in read_metrics(path) if int(str(row["step"])) <= step]
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as file:

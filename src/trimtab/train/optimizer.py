@@ -50,8 +50,7 @@ def build_optimizer(
     Raises:
         ConfigError: a branch of `lr_by_branch` has no adapter.
     """
-    branches = {target.fqn: target.branch for target in targets}
-    branches.update({name: "projector" for name in parameters if ".lora." not in name})
+    branches = dict(zip(parameters, branches_of(parameters, targets), strict=True))
     unused = set(options.lr_by_branch) - set(branches.values()) - _covering(branches)
     if unused:
         word = sorted(unused)[0]
@@ -62,8 +61,7 @@ def build_optimizer(
         )
     groups: dict[float, list[Parameter]] = {}
     for name, parameter in parameters.items():
-        fqn = name.partition(".lora.")[0]
-        rate = _rate(options, branches[fqn])
+        rate = _rate(options, branches[name])
         if name.endswith(".lora.B"):
             rate *= options.lora_b_lr_ratio
         groups.setdefault(rate, []).append(parameter)
@@ -73,6 +71,14 @@ def build_optimizer(
         [{"params": members, "lr": rate, "initial_lr": rate} for rate, members in groups.items()],
         betas=options.betas, eps=options.eps, weight_decay=options.weight_decay, foreach=False,
     )
+
+
+def branches_of(
+    parameters: Mapping[str, Parameter], targets: Sequence[LoRATarget]
+) -> tuple[str, ...]:
+    """The branch of each trainable tensor, in their order; what is trained in full is the projector."""
+    branches = {target.fqn: target.branch for target in targets}
+    return tuple(branches.get(name.partition(".lora.")[0], "projector") for name in parameters)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:

@@ -31,6 +31,16 @@ class RouterLoad:
 
         return sink
 
+    def add(self, other: RouterLoad) -> None:
+        """Add the counts of another."""
+        for layer, counts in other._counts.items():
+            before = self._counts.get(layer)
+            self._counts[layer] = counts if before is None else before + counts
+
+    def histogram(self) -> dict[str, list[int]]:
+        """Tokens per expert by layer."""
+        return {str(layer): counts.tolist() for layer, counts in sorted(self._counts.items())}
+
     def max_over_mean(self) -> dict[str, float]:
         """Load of the busiest expert over the mean load, per layer; 1 is perfect balance."""
         return {

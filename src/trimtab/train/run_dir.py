@@ -6,7 +6,10 @@ Knows: the files of a run and when a directory may be continued. Does not know: 
     run.json       status, versions, seed, input hashes, times, peak memory
     metrics.jsonl  one row per step
     checkpoints/   training states
+    experts.jsonl  tokens per expert, summed over stretches of steps
     adapter/       the result, in PEFT's format
+    adapter-best/  the adapter with the lowest validation loss
+    report.html    curves and expert maps, self-contained
 """
 
 from __future__ import annotations
@@ -98,6 +101,21 @@ class RunDirectory:
         """Directory of the finished adapter."""
         return self.root / "adapter"
 
+    @property
+    def experts(self) -> Path:
+        """experts.jsonl."""
+        return self.root / "experts.jsonl"
+
+    @property
+    def best(self) -> Path:
+        """Directory of the best adapter."""
+        return self.root / "adapter-best"
+
+    @property
+    def report(self) -> Path:
+        """report.html."""
+        return self.root / "report.html"
+
     def begin(self, recipe: Recipe, record: RunRecord) -> None:
         """Claim the directory: write the recipe, then the record that marks it as a run's."""
         write_atomic(self.resolved, dump_recipe(recipe).encode())
@@ -131,8 +149,6 @@ def check_owner(run: RunDirectory, recipe: Recipe, inputs: Mapping[str, str]) ->
     Raises:
         RunError: TT601, the directory holds another run or something else.
     """
-    if run.root.exists() and not run.root.is_dir():
-        raise RunError("TT601", "output", "is a file, not a directory", value=run.root)
     record = run.read()
     if record is None:
         # A kill between the two files of `begin` leaves only the recipe: a run that did nothing.

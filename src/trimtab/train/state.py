@@ -47,13 +47,23 @@ class TrainState:
     identity: str
 
 
-def save_state(
-    checkpoints: Path,
-    state: TrainState,
-    parameters: Mapping[str, Parameter],
-    optimizer: torch.optim.Optimizer,
-    *,
-    keep: int,
+def snapshot(
+    parameters: Mapping[str, Parameter], optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Copies of adapters and moments in host memory, so that training may go on."""
+    adapters = {name: _copy(parameter) for name, parameter in parameters.items()}
+    moments = {
+        f"{name}.{moment}": _copy(optimizer.state[parameter][moment])
+        for name, parameter in parameters.items()
+        if parameter in optimizer.state  # one not yet updated has none
+        for moment in _MOMENTS
+    }
+    return adapters, moments
+
+
+def write_state(
+    checkpoints: Path, state: TrainState, adapters: Mapping[str, Tensor],
+    moments: Mapping[str, Tensor], *, keep: int,
 ) -> Path:
     """Write `checkpoints/step-N` and then remove all but the newest `keep`.
 
@@ -64,8 +74,8 @@ def save_state(
     if _is_whole(path):
         return path
     with write_artefact(path, "training_state", extra={"step": state.step}) as out:
-        out.write("adapter.safetensors", save({n: p.detach() for n, p in parameters.items()}))
-        out.write("optimizer.safetensors", save(_moments(parameters, optimizer)))
+        out.write("adapter.safetensors", save(dict(adapters)))
+        out.write("optimizer.safetensors", save(dict(moments)))
         out.write("state.json", (json.dumps(asdict(state), indent=1) + "\n").encode())
     for old in _whole_states(checkpoints)[max(1, keep):]:
         _remove(old)
@@ -113,16 +123,8 @@ def restore_state(
     return read_state(path)
 
 
-def _moments(
-    parameters: Mapping[str, Parameter], optimizer: torch.optim.Optimizer
-) -> dict[str, Tensor]:
-    """Optimizer tensors under logical names; a parameter not yet updated has none."""
-    return {
-        f"{name}.{moment}": optimizer.state[parameter][moment].contiguous()
-        for name, parameter in parameters.items()
-        if parameter in optimizer.state
-        for moment in _MOMENTS
-    }
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def _load(path: Path) -> dict[str, Tensor]:

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from trimtab.data.packing import Pack
+from trimtab.data.packing import IGNORED, Pack
 from trimtab.errors import RunError
 from trimtab.models.context import DropoutKey, ForwardContext
 from trimtab.models.decoder import CausalLM
 from trimtab.models.tape import ChoiceTape
-from trimtab.ops.fused.cross_entropy import IGNORE_INDEX
 from trimtab.train.batch import MicroBatch, micro_batches, on_device
 from trimtab.train.plan import BatchPlan
 from trimtab.train.router_load import RouterLoad
@@ -32,13 +31,23 @@ OnNaN = Literal["error", "skip"]
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
-    """What stays the same over the steps of a run."""
+    """What stays the same over the steps of a run.
+
+    Args:
+        plan: how a global batch is cut.
+        seed: of the dropout masks.
+        max_grad_norm: gradients with a larger global norm are scaled down.
+        on_nan: what follows a loss or gradient that is not finite.
+        recompute: layers are computed again in the backward pass.
+        branches: branch of each parameter, in their order, for the gradient norms.
+    """
 
     plan: BatchPlan
     seed: int
     max_grad_norm: float | None
     on_nan: OnNaN
     recompute: bool
+    branches: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +59,16 @@ class StepResult:
         grad_norm: global norm before clipping.
         supervised_tokens: tokens in the loss.
         skipped: True where a number was not finite and the update was left out.
+        loss_by_role: mean over the supervised tokens of each kind of source.
+        grad_norm_by_branch: norms before clipping; their squares add to that of `grad_norm`.
     """
 
     loss: float
     grad_norm: float
     supervised_tokens: int
     skipped: bool
+    loss_by_role: dict[str, float]
+    grad_norm_by_branch: dict[str, float]
 
 
 def train_step(
@@ -85,11 +98,18 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     supervised = sum(int(pack.num_supervised) for pack in packs)
     loss = 0.0
+    sums: dict[str, float] = {}
+    tokens: dict[str, int] = {}
     for batch in micro_batches(packs, options.plan):
-        part = _loss_sum(model, batch, step, options, load) / max(1, supervised)
+        found = loss_sums(model, batch, step, options, load)
+        part = torch.stack([total for total, _ in found.values()]).sum() / max(1, supervised)
         if part.requires_grad:
             part.backward()
         loss += part.item()
+        for role, (total, count) in found.items():
+            sums[role] = sums.get(role, 0.0) + total.item()
+            tokens[role] = tokens.get(role, 0) + count
+    by_branch = norm_by_branch(parameters, options.branches)
     grad_norm = clip_gradients(parameters, options.max_grad_norm)
     finite = math.isfinite(loss) and math.isfinite(grad_norm)
     if not finite and options.on_nan == "error":
@@ -99,7 +119,8 @@ def train_step(
         )
     if finite:
         optimizer.step()
-    return StepResult(loss, grad_norm, supervised, skipped=not finite)
+    by_role = {role: total / max(1, tokens[role]) for role, total in sums.items()}
+    return StepResult(loss, grad_norm, supervised, not finite, by_role, by_branch)
 
 
 def clip_gradients(parameters: Iterable[Parameter], max_norm: float | None) -> float:
@@ -117,10 +138,25 @@ def clip_gradients(parameters: Iterable[Parameter], max_norm: float | None) -> f
     return norm
 
 
-def _loss_sum(
+def norm_by_branch(
+    parameters: Sequence[Parameter], branches: Sequence[str]
+) -> dict[str, float]:
+    """Gradient norm of the parameters of each branch, by branch in order of first appearance."""
+    squares: dict[str, float] = {}
+    for parameter, branch in zip(parameters, branches, strict=False):
+        grad = parameter.grad
+        square = 0.0 if grad is None else float(grad.to(torch.float64).square().sum())
+        squares[branch] = squares.get(branch, 0.0) + square
+    return {branch: math.sqrt(square) for branch, square in squares.items()}
+
+
+def loss_sums(
     model: CausalLM, batch: MicroBatch, step: int, options: StepOptions, load: RouterLoad | None
-) -> Tensor:
-    """Sum of the losses of the supervised tokens of one micro-batch, in nats."""
+) -> dict[str, tuple[Tensor, int]]:
+    """Sum of the losses of the supervised tokens of one micro-batch, in nats, and their number.
+
+    By the role of their source; a micro-batch without any has one sum of no tokens.
+    """
     device = model.embed.weight.device
     context = ForwardContext.packed(
         batch.lengths,
@@ -136,5 +172,12 @@ def _loss_sum(
     )
     labels = batch.labels.to(device)
     hidden = model(batch.input_ids.to(device), context)  # [T, D]
-    rows = (labels != IGNORE_INDEX).nonzero().squeeze(1)
-    return model.token_losses(hidden[rows], labels[rows]).sum()
+    rows = (labels != IGNORED).nonzero().squeeze(1)
+    losses = model.token_losses(hidden[rows], labels[rows])
+    general = batch.general.to(device)[rows]
+    found: dict[str, tuple[Tensor, int]] = {}
+    for role, of_role in (("domain", ~general), ("general", general)):
+        count = int(of_role.sum())
+        if count or (role == "domain" and not len(rows)):
+            found[role] = (losses[of_role].sum(), count)
+    return found

@@ -11,7 +11,7 @@ from tests.unit.train.tiny_run import recipe_for, write_checkpoint
 from trimtab.checkpoint.adapter import load_adapter
 from trimtab.config.load import load_recipe
 from trimtab.errors import AdapterError, ConfigError
-from trimtab.train.job import assemble, open_stream
+from trimtab.train.job import assemble, open_data
 from trimtab.train.loop import finetune
 from trimtab.train.plan import plan_run
 from trimtab.train.reporter import SilentReporter
@@ -43,7 +43,7 @@ def test_an_adapter_grows_to_more_targets_with_a_fresh_optimizer(
         "finetune.lora.target_modules=[q_proj, shared_experts]", "finetune.steps=1",
     )
     plan, notes = plan_run(recipe), Notes()
-    stream = open_stream(recipe, plan, notes)
+    stream = open_data(recipe, plan, notes)
     job = assemble(recipe, plan, RunDirectory(tmp_path / "run"), stream, notes)
     before = load_adapter(first, plan.arch).tensors
     for name, parameter in job.parameters.items():

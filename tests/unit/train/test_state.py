@@ -7,7 +7,7 @@ import torch
 from torch.nn import Parameter
 
 from trimtab.errors import RunError
-from trimtab.train.state import TrainState, newest_state, restore_state, save_state
+from trimtab.train.state import TrainState, newest_state, restore_state, snapshot, write_state
 
 
 def fresh(seed: int = 0) -> tuple[dict[str, Parameter], torch.optim.Optimizer]:
@@ -29,7 +29,7 @@ def advance(named: dict[str, Parameter], optimizer: torch.optim.Optimizer, steps
 def test_a_restored_run_continues_bit_for_bit(tmp_path: Path) -> None:
     named, optimizer = fresh()
     advance(named, optimizer, 3)
-    path = save_state(tmp_path, TrainState(3, {"position": 6}, "id"), named, optimizer, keep=2)
+    path = write_state(tmp_path, TrainState(3, {"position": 6}, "id"), *snapshot(named, optimizer), keep=2)
     advance(named, optimizer, 2)
     other, other_optimizer = fresh(seed=1)
     assert restore_state(path, other, other_optimizer) == TrainState(3, {"position": 6}, "id")
@@ -41,7 +41,7 @@ def test_only_the_newest_are_kept_and_an_unfinished_one_is_not_taken(tmp_path: P
     named, optimizer = fresh()
     advance(named, optimizer, 1)
     for step in (2, 4, 10):
-        save_state(tmp_path, TrainState(step, {"position": step}, "id"), named, optimizer, keep=2)
+        write_state(tmp_path, TrainState(step, {"position": step}, "id"), *snapshot(named, optimizer), keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-10", "step-4"]
     unfinished = tmp_path / "step-12"
     unfinished.mkdir()
@@ -55,7 +55,7 @@ def test_only_the_newest_are_kept_and_an_unfinished_one_is_not_taken(tmp_path: P
 def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
     named, optimizer = fresh()
     advance(named, optimizer, 1)
-    path = save_state(tmp_path, TrainState(1, {"position": 1}, "id"), named, optimizer, keep=1)
+    path = write_state(tmp_path, TrainState(1, {"position": 1}, "id"), *snapshot(named, optimizer), keep=1)
     data = bytearray((path / "adapter.safetensors").read_bytes())
     data[-1] ^= 1
     (path / "adapter.safetensors").write_bytes(bytes(data))
@@ -66,7 +66,7 @@ def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
 def test_a_state_of_other_targets_is_refused(tmp_path: Path) -> None:
     named, optimizer = fresh()
     advance(named, optimizer, 1)
-    path = save_state(tmp_path, TrainState(1, {"position": 1}, "id"), named, optimizer, keep=1)
+    path = write_state(tmp_path, TrainState(1, {"position": 1}, "id"), *snapshot(named, optimizer), keep=1)
     named.pop("layers.0.q_proj.lora.A")
     with pytest.raises(RunError, match=r"TT603.*layers\.0\.q_proj\.lora\.A"):
         restore_state(path, named, optimizer)

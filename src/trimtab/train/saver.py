@@ -1,0 +1,91 @@
+"""Saving training states while training goes on.
+
+Knows: snapshots, one writing thread, failed writes. Does not know: what a state means.
+
+`save` copies the tensors (the adapter and its two moments, no more) and returns; a thread writes
+them. One state is written at a time; a failure ends the run at the next call, with the states
+before it untouched.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch.nn import Parameter
+
+from trimtab.errors import RunError
+from trimtab.train.state import TrainState, snapshot, write_state
+
+
+class Saver:
+    """Writes the states of a run in the background.
+
+    Args:
+        checkpoints: directory of the states.
+        keep: how many stay.
+        after: called in the writing thread with each finished directory.
+    """
+
+    def __init__(
+        self, checkpoints: Path, *, keep: int, after: Callable[[Path], None] | None = None
+    ) -> None:
+        self._checkpoints, self._keep, self._after = checkpoints, keep, after
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
+        self._pending: Future[None] | None = None
+
+    def save(
+        self, state: TrainState, parameters: Mapping[str, Parameter],
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        """Begin to write a state, once the one before is on disk.
+
+        Raises:
+            RunError: as for `wait`, from the state before.
+        """
+        self.wait()
+        taken = snapshot(parameters, optimizer)
+        self._pending = self._pool.submit(self._write, state, *taken)
+
+    def wait(self) -> None:
+        """Return when what was given is on disk.
+
+        Raises:
+            RunError: TT311 the disk is full, TT603 it could not be written.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            pending.result()
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            raise RunError(
+                "TT311" if full else "TT603", str(self._checkpoints),
+                f"the training state was not written: {error.strerror or error}",
+                hint="the states before it are whole; make room and run the same command again",
+            ) from error
+
+    def _write(
+        self, state: TrainState, tensors: dict[str, torch.Tensor], moments: dict[str, torch.Tensor]
+    ) -> None:
+        path = write_state(self._checkpoints, state, tensors, moments, keep=self._keep)
+        if self._after is not None:
+            self._after(path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # What is being written is finished also after an error; its own failure is not the news.
+        self._pool.shutdown(wait=True)
+        if error is None:
+            self.wait()
