@@ -67,7 +67,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class HeatRow:
-    """One row of a heat map; the last value is written at its end."""
+    """One row of a heat map."""
 
     label: str
     values: Sequence[float]
@@ -134,7 +134,10 @@ def bar_chart(label: str, bars: Sequence[Bar], *, top: float | None = None) -> M
     return _markup(svg)
 
 
-def heat_map(label: str, rows: Sequence[HeatRow], *, low: float, high: float, x_name: str) -> Markup:
+def heat_map(
+    label: str, rows: Sequence[HeatRow], *, low: float, high: float, x_name: str,
+    shows_last: bool = True,
+) -> Markup:
     """Rows of cells whose strength grows from `low` to `high`; neighbours are averaged to fit.
 
     Args:
@@ -143,6 +146,7 @@ def heat_map(label: str, rows: Sequence[HeatRow], *, low: float, high: float, x_
         low: value drawn palest.
         high: value drawn strongest.
         x_name: what runs from left to right.
+        shows_last: the last value of a row is written, as suits a course over time.
     """
     height = _HEAT_ROW * len(rows) + 24
     svg = _svg(height, label)
@@ -157,7 +161,7 @@ def heat_map(label: str, rows: Sequence[HeatRow], *, low: float, high: float, x_
             cell = _rect(svg, left + column * width, y, width, _HEAT_ROW - 3, "cell")
             cell.set("fill-opacity", f"{0.06 + 0.94 * share:.3f}")
             ET.SubElement(cell, "title").text = f"{row.label}: {value:.3g}"
-        if row.values:
+        if row.values and shows_last:
             _text(svg, right + 7, y + 14, f"{row.values[-1]:.2f}", "start", "value")
     _text(svg, (left + right) / 2, height - 4, x_name, "middle", "axis-name")
     return _markup(svg)

@@ -32,14 +32,19 @@ def locked(directory: Path) -> Iterator[bool]:
     """
     if directory.exists() and not directory.is_dir():
         raise RunError("TT601", "output", "is a file, not a directory", value=directory)
+    created = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
     handle = os.open(directory, os.O_RDONLY)
     try:
-        yield _take(handle, directory)
+        taken = _take(handle, directory)
+        try:
+            yield taken
+        finally:
+            if created:
+                with suppress(OSError):
+                    directory.rmdir()  # only where nothing was written
     finally:
         os.close(handle)
-        with suppress(OSError):
-            directory.rmdir()  # only where nothing was written
 
 
 def _take(handle: int, directory: Path) -> bool:

@@ -117,7 +117,7 @@ def _loss_charts(trained: Rows, rows: Rows) -> list[Chart]:
     if len(branches) > 1:
         high = max(max(values) for values in branches.values())
         heat = heat_map("Gradient norm by branch and step",
-                        [HeatRow(name.replace("_", " "), v) for name, v in branches.items()],
+                        [HeatRow(name.partition("_")[0], v) for name, v in branches.items()],
                         low=0.0, high=high, x_name="step")
         charts.append(("Gradient norm by branch", "before clipping", heat))
     return charts
@@ -142,10 +142,11 @@ def _expert_charts(trained: Rows, experts: Rows) -> list[Chart]:
         heat = heat_map(
             f"Tokens per expert over the mean, by layer, steps {row['since']} to {row['step']}",
             [HeatRow(f"layer {layer}", values) for layer, values in relative.items()],
-            low=0.0, high=high, x_name="expert",
+            low=0.0, high=high, x_name="expert", shows_last=False,
         )
         first = int(str(row["since"])) + 1
-        charts.append((f"Experts in steps {first} to {row['step']}",
+        steps = f"steps {first} to {row['step']}" if first != row["step"] else f"step {first}"
+        charts.append((f"Experts in {steps}",
                        "a column per expert, or the mean of neighbours", heat))
     return charts
 

@@ -55,7 +55,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
 def test_a_run_leaves_all_its_files_and_each_step_once(whole: Path) -> None:
     names = {p.name for p in whole.iterdir()}
     assert names == {"resolved.yaml", "run.json", "metrics.jsonl", "experts.jsonl", "checkpoints",
-                     "adapter"}
+                     "report.html", "adapter"}
     assert {p.name for p in (whole / "checkpoints").iterdir()} == {"step-4", "step-6"}
     record = json.loads((whole / "run.json").read_text())
     assert record["status"] == "finished" and record["step"] == 6
