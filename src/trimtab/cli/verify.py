@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -113,3 +114,25 @@ def curve(
     else:
         typer.echo(f"{len(losses)} steps, loss {losses[0]:.6f} -> {losses[-1]:.6f}, written to {out}")
         print_next(f"trimtab generate {model} --adapter {out}/adapter --interactive")
+
+
+@app.command()
+def drill(
+    recipe: Annotated[Path, typer.Argument(help="recipe file (YAML)")],
+    out: Annotated[Path, typer.Option(help="new directory for the two runs")],
+    kills: Annotated[int, typer.Option(help="how often the run is killed", min=1)] = 10,
+    seed: Annotated[int, typer.Option(help="of the moments and signals")] = 0,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a recipe value")
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Kill a run again and again; its adapter must equal that of an undisturbed run."""
+    from trimtab.verify.drill import run_drill
+
+    report = run_drill(recipe, out, kills=kills, seed=seed, overrides=overrides or (),
+                       say=lambda text: typer.echo(text, err=True))
+    hit = ", ".join(f"{count} x {kind}" for kind, count in sorted(report.kills.items()))
+    print_verdicts(list(report.verdicts), as_json, kills=report.kills, starts=report.starts,
+                   lines=[f"{hit or 'no kill'} in {report.starts} starts"],
+                   next_command=f"trimtab finetune {recipe}")

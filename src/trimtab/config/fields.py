@@ -11,9 +11,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 
-def fault(code: str, key: str, rule: str, hint: str = "") -> PydanticCustomError:
-    """A fault of `key` (dotted, below the section that raises) with one of our codes."""
-    context = {"code": code, "key": key, "rule": rule, "hint": hint}
+def fault(
+    code: str, key: str, rule: str, hint: str = "", *, secret: bool = False
+) -> PydanticCustomError:
+    """A fault of `key` (dotted, below the section that raises) with one of our codes.
+
+    A value that may be secret is not repeated in the message.
+    """
+    context = {"code": code, "key": key, "rule": rule, "hint": hint, "secret": secret}
     return PydanticCustomError("trimtab", "{rule}", context)
 
 

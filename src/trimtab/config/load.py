@@ -101,7 +101,8 @@ def _fault(
         code, rule = "TT102", _rule(details["msg"])
         near = difflib.get_close_matches(str(value), re.findall(r"'(\w+)'", details["msg"]), n=1)
         hint = f"did you mean {near[0]}?" if near else None
-    shown = None if isinstance(value, dict | list) else repr(value)
+    hidden = isinstance(value, dict | list) or context.get("secret", False)
+    shown = None if hidden else repr(value)
     return ConfigError(code, document.where(path), rule, value=shown, hint=hint)
 
 

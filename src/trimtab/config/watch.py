@@ -6,10 +6,11 @@ Knows: keys, defaults, ranges. Does not know: files, torch.
 from __future__ import annotations
 
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from trimtab.config.fields import Positive, PositiveInt, Section, fault, no_bool
+from trimtab.config.fields import Positive, PositiveInt, Section, Word, fault, no_bool
 
 Tracker = Literal["jsonl", "tensorboard", "mlflow"]
 HeldOut = Annotated[float, BeforeValidator(no_bool), Field(ge=0, le=0.5)]
@@ -67,8 +68,24 @@ class CheckpointSection(Section):
 
     Attributes:
         every_steps: steps between two saved states.
-        keep: how many states stay on disk.
+        keep: how many states stay on disk, and at the mirror.
+        mirror: URL of a directory that finished states are copied to in the background.
+            Credentials come from the environment and stand in no URL.
     """
 
     every_steps: PositiveInt = 50
     keep: PositiveInt = 2
+    mirror: Word | None = None
+
+    @field_validator("mirror")
+    @classmethod
+    def _names_no_secret(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        found = urlsplit(value)
+        if not found.scheme:
+            raise fault("TT102", "", "must be a URL such as s3://bucket/directory")
+        if found.username or found.password or found.query:
+            raise fault("TT102", "", "must hold no user, password or query: the recipe is copied "
+                        "into the run directory", "give credentials through the environment", secret=True)
+        return value

@@ -28,7 +28,7 @@ from trimtab.checkpoint.source import open_source
 from trimtab.config.load import dump_recipe, load_recipe
 from trimtab.config.recipe import Recipe
 from trimtab.errors import RunError
-from trimtab.train.identity import fixed_differences
+from trimtab.train.identity import FREE_KEYS, fixed_differences
 from trimtab.verdict import Verdict
 
 RUN_FORMAT = 1
@@ -160,9 +160,10 @@ def check_owner(run: RunDirectory, recipe: Recipe, inputs: Mapping[str, str]) ->
     old = load_recipe(run.resolved, check_paths=False)
     found = fixed_differences(old.model_dump(mode="json"), recipe.model_dump(mode="json"))
     if found:
-        listed = "; ".join(f"{d.key} is {d.ours}, the run has {d.theirs}" for d in found[:5])
-        raise RunError("TT601", "output", f"belongs to a run with other values: {listed}",
-                       value=run.root, hint="choose another `output`, or restore these values")
+        listed = "\n".join(f"  {d.key} is {d.ours}, the run has {d.theirs}" for d in found)
+        raise RunError("TT601", "output", f"belongs to a run with other values:\n{listed}",
+                       value=run.root, hint="choose another `output`, or restore these values; "
+                       f"what may change: {', '.join(sorted(FREE_KEYS))}")
     changed = [path for path in inputs if record.inputs.get(path) != inputs[path]]
     if changed:
         raise RunError("TT601", "output", f"belongs to a run on another {changed[0]}",

@@ -20,6 +20,7 @@ from trimtab.train.job import Job
 from trimtab.train.lock import StopRequest
 from trimtab.train.memory import peak_memory_gib
 from trimtab.train.metrics import read_metrics
+from trimtab.train.mirror import Mirror
 from trimtab.train.optimizer import set_learning_rate
 from trimtab.train.reach import Reach
 from trimtab.train.reporter import Reporter
@@ -52,9 +53,14 @@ def run_steps(
     job: Job, state: TrainState, record: RunRecord, say: Reporter, stop: StopRequest
 ) -> Outcome:
     """All remaining steps, or those until the process is asked to stop."""
+    saving = job.recipe.checkpoint
+    mirror = None
+    if saving.mirror is not None:
+        mirror = Mirror(saving.mirror, keep=saving.keep, say=say.say)
     with (
         open_trackers(job.recipe.track, job.run.root, job.run.metrics, state.step) as trackers,
-        Saver(job.run.checkpoints, keep=job.recipe.checkpoint.keep) as saver,
+        Saver(job.run.checkpoints, keep=saving.keep,
+              after=None if mirror is None else mirror.copy) as saver,
         say.progress("training") as update,
     ):
         steps = _Steps(job, state, record, say, saver)
