@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimtab.config.data import DataSection
+from trimtab.config.data import DataSection, SourceFile
 from trimtab.config.load import load_recipe
 from trimtab.config.recipe import Recipe
 from trimtab.data.preview import (
@@ -24,7 +25,7 @@ from trimtab.data.preview import (
     token_runs,
 )
 from trimtab.data.prompt import ImageProcessor, load_image_processor
-from trimtab.data.records import read_records
+from trimtab.data.records import Record, open_records
 from trimtab.data.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def preview(
     shown = {
         file.name: [
             (record.where, token_runs(record, tokenizer, processor, pictures=html is not None))
-            for record in islice(read_records(file.path), count)
+            for record in islice(_records(file), count)
         ]
         for file in section.files
     }
@@ -82,6 +83,11 @@ def preview(
         _print_page(recipe, recipe_path, shown, totals, packs)
 
 
+def _records(source: SourceFile) -> Iterator[Record]:
+    file = open_records(source.path, source.form, last_only=source.last_only)
+    return (file.record(index) for index in range(len(file)))
+
+
 def _totals(
     section: DataSection,
     tokenizer: Tokenizer,
@@ -97,7 +103,7 @@ def _totals(
             task = progress.add_task(f"reading {file.name}", total=limit)
             advance = partial(progress.advance, task)
             totals[file.name] = summarise_source(
-                file.path, section, tokenizer, limit, advance, processor
+                file, section, tokenizer, limit, advance, processor
             )
     return totals
 
@@ -167,14 +173,14 @@ def _print_totals(
 
     table = Table(box=None, pad_edge=False)
     table.add_column("source")
-    columns = ("records", "looked at", "tokens", "in the loss", "longest", "too long", "images",
+    columns = ("form", "records", "looked at", "tokens", "in the loss", "longest", "too long", "images",
                "share")  # fmt: skip
     for name in columns:
         table.add_column(name, justify="right")
     for name, total in totals.items():
         supervised = total.supervised / total.tokens if total.tokens else 0.0
         table.add_row(
-            name, f"{total.records:,}", f"{total.looked_at:,}", f"{total.tokens:,}",
+            name, total.form, f"{total.records:,}", f"{total.looked_at:,}", f"{total.tokens:,}",
             f"{supervised:.0%}", f"{total.longest:,}", f"{total.overlong:,} ({section.overlong})",
             f"{total.images:,}", f"{packs.shares.get(name, 0.0):.3f}",
         )  # fmt: skip

@@ -14,6 +14,8 @@ from trimtab.config.fields import Positive, PositiveInt, Section, Share, Word, f
 
 Overlong = Literal["truncate", "skip", "error"]
 Role = Literal["domain", "general"]
+Form = Literal["messages", "sharegpt", "alpaca", "prompt", "text"]
+TrainOn = Literal["all_assistant", "last_assistant"]
 
 
 def _as_list(value: object) -> object:
@@ -29,19 +31,24 @@ class SourceFile:
         role: `domain` or `general`.
         path: as the recipe has it.
         share: of all tokens, before packing.
+        form: of its records, None to find out from the first.
+        last_only: only the last answer of a record is trained on.
     """
 
     name: str
     role: Role
     path: str
     share: float
+    form: Form | None = None
+    last_only: bool = False
 
 
 class SourceSection(Section):
-    """JSONL or Parquet files of records with `messages`, `prompt` and `completion`, or `text`.
+    """JSONL or Parquet files, or data sets that Hugging Face's `datasets` saved to disk.
 
     Attributes:
-        path: the file, or a list of files that are mixed.
+        path: the file or directory, or a list of them that are mixed.
+        form: of the records; `auto` finds it out from the first record of each file.
         weights: share of the tokens of each file, in the order of `path`, of any sum; equal
             where left out.
     """
@@ -51,6 +58,7 @@ class SourceSection(Section):
         BeforeValidator(_as_list, json_schema_input_type=Word | tuple[Word, ...]),
         Field(min_length=1),
     ]
+    form: Literal["auto", "messages", "sharegpt", "alpaca", "prompt", "text"] = "auto"
     weights: tuple[Positive, ...] | None = None
 
     @model_validator(mode="after")
@@ -98,6 +106,8 @@ class DataSection(Section):
         max_seq_len: length of every pack and longest record, in tokens.
         packing: several records share a pack; otherwise each is padded alone.
         overlong: what happens to a record longer than max_seq_len.
+        train_on: answers of a conversation that enter the loss, with their reasoning where the
+            record has it: all of them, or the last.
         on_error: `skip` drops (and counts) unreadable records instead of stopping.
         image: images in records.
     """
@@ -109,6 +119,7 @@ class DataSection(Section):
     max_seq_len: Annotated[int, Field(strict=True, ge=2)] = 1024
     packing: bool = True
     overlong: Overlong = "truncate"
+    train_on: TrainOn = "all_assistant"
     on_error: Literal["error", "skip"] = "error"
     image: ImageSection = ImageSection()
 
@@ -141,7 +152,8 @@ class DataSection(Section):
             sources.append(("general", self.general, self.general_ratio))
         return tuple(
             SourceFile(role if len(source.path) == 1 else f"{role}[{index}]", role, path,
-                       ratio * share)
+                       ratio * share, None if source.form == "auto" else source.form,
+                       self.train_on == "last_assistant")
             for role, source, ratio in sources
             for index, (path, share) in enumerate(zip(source.path, source.shares, strict=True))
         )

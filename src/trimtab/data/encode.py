@@ -69,7 +69,7 @@ def encode_record(
 ) -> Encoded:
     """Encode a text with its begin and end ids, or a conversation through the template.
 
-    All of a text is supervised; of a conversation the answers with their end marker.
+    All of a text is supervised; of a conversation the answers with their end marker, or the last.
 
     Args:
         record: text or conversation.
@@ -85,9 +85,11 @@ def encode_record(
         mask = np.ones(len(ids), np.bool_)
         return Encoded(np.asarray(ids, np.int64), mask, len(record.text.encode()))
     prompt = build_prompt(
-        record.messages, tokenizer, processor, where=record.where, tools=record.tools
-    )
-    answers = (m.get("content") for m in record.messages if m["role"] == "assistant")
+        record.messages, tokenizer, processor, where=record.where, tools=record.tools,
+        last_only=record.last_only,
+    )  # fmt: skip
+    answers = [m.get("content") for m in record.messages if m["role"] == "assistant"]
+    answers = answers[-1:] if record.last_only else answers
     return Encoded(
         np.asarray(prompt.token_ids, np.int64),
         np.asarray(prompt.loss_mask, np.bool_),

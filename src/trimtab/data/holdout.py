@@ -32,7 +32,7 @@ class RecordSubset:
     """
 
     def __init__(self, file: RecordFile, indices: NDArray[np.int64]) -> None:
-        self.path, self.num_bytes = file.path, file.num_bytes
+        self.path, self.num_bytes, self.form = file.path, file.num_bytes, file.form
         self._file, self._indices = file, indices
 
     def __len__(self) -> int:

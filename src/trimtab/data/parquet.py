@@ -13,11 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from trimtab.data.records import Record, record_from
+from trimtab.config.data import Form
+from trimtab.data.forms import KEYS, detect_form
+from trimtab.data.records import Record, record_of
 from trimtab.errors import DataError
 
 _KEPT_GROUPS = 4
-_COLUMNS = ("messages", "prompt", "completion", "text", "images", "tools")
 
 
 class ParquetFile:
@@ -25,13 +26,15 @@ class ParquetFile:
 
     Args:
         path: Parquet file with columns named like the keys of a JSONL record.
+        form: of its records; None to find out from the first one.
+        last_only: only the last answer of a record is trained on.
 
     Raises:
         DataError: TT604 without pyarrow, TT107 where there is no file, TT401 where it is no
             Parquet file, TT402 where it has no row.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, form: Form | None = None, *, last_only: bool = False) -> None:
         try:
             import pyarrow as arrow  # type: ignore[import-untyped] # it ships no types
             import pyarrow.parquet as parquet  # type: ignore[import-untyped]
@@ -51,8 +54,10 @@ class ParquetFile:
         self._ends = np.cumsum(sizes, dtype=np.int64)
         if not metadata.num_rows:
             raise DataError("TT402", self.path, "has no record")
-        self._columns = [c for c in self._file.schema_arrow.names if c in _COLUMNS]
+        self._columns = [c for c in self._file.schema_arrow.names if c in KEYS]
         self._groups: OrderedDict[int, list[dict[str, object]]] = OrderedDict()
+        self._forced, self._last_only = form, last_only
+        self.form: Form = form or detect_form(self._value(0))
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -63,11 +68,16 @@ class ParquetFile:
 
     def record(self, index: int) -> Record:
         """Record `index`, counted from 0."""
+        return record_of(
+            self._value(index), self.where(index), str(Path(self.path).parent), self.form,
+            forced=self._forced is not None, last_only=self._last_only,
+        )
+
+    def _value(self, index: int) -> dict[str, object]:
         group = int(np.searchsorted(self._ends, index, side="right"))
         rows = self._rows(group)
         row = rows[index - int(self._ends[group])]  # negative: counted from the group's end
-        value = {key: item for key, item in row.items() if item is not None}
-        return record_from(value, self.where(index), str(Path(self.path).parent))
+        return {key: item for key, item in row.items() if item is not None}
 
     def _rows(self, group: int) -> list[dict[str, object]]:
         if group not in self._groups:

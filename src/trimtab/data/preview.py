@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from trimtab.config.data import DataSection
+from trimtab.config.data import DataSection, SourceFile
 from trimtab.data.encode import Encoded, encode_record
 from trimtab.data.image_source import message_images, thumbnail
 from trimtab.data.packing import Pack
@@ -70,6 +70,7 @@ class SourceSummary:
     Args:
         path: file.
         records: in the whole file.
+        form: of its records.
         looked_at: records read for the numbers below.
         tokens: their tokens, cut to the longest length.
         supervised: tokens that enter the loss.
@@ -81,6 +82,7 @@ class SourceSummary:
 
     path: str
     records: int
+    form: str
     looked_at: int = 0
     tokens: int = 0
     supervised: int = 0
@@ -144,8 +146,9 @@ def token_runs(
         origins = ["text"] * len(encoded)
     else:
         prompt = build_prompt(
-            record.messages, tokenizer, processor, where=record.where, tools=record.tools
-        )
+            record.messages, tokenizer, processor, where=record.where, tools=record.tools,
+            last_only=record.last_only,
+        )  # fmt: skip
         roles = [str(message["role"]) for message in record.messages]
         origins = ["template" if m is None else roles[m] for m in prompt.messages]
     boxes = _boxes(record, prompt, processor, pictures)
@@ -194,7 +197,7 @@ def _boxes(
 
 
 def summarise_source(
-    path: str,
+    source: SourceFile,
     data: DataSection,
     tokenizer: Tokenizer,
     limit: int | None,
@@ -204,7 +207,7 @@ def summarise_source(
     """Encode the first records of a file and add up.
 
     Args:
-        path: JSONL or Parquet file.
+        source: the file.
         data: for the longest length and what to do with unreadable records.
         tokenizer: of the model.
         limit: how many records to read; None for all.
@@ -214,8 +217,8 @@ def summarise_source(
     Raises:
         DataError: TT401, TT402, TT404, TT406, TT407 unless the recipe leaves such records out.
     """
-    file = open_records(path)
-    total = SourceSummary(path, len(file))
+    file = open_records(source.path, source.form, last_only=source.last_only)
+    total = SourceSummary(source.path, len(file), file.form)
     for index in range(len(file) if limit is None else min(limit, len(file))):
         total.looked_at += 1
         try:

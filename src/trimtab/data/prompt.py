@@ -136,6 +136,7 @@ def build_prompt(
     where: str,
     tools: Sequence[Mapping[str, object]] | None = None,
     add_generation_prompt: bool = False,
+    last_only: bool = False,
 ) -> Prompt:
     """Encode a conversation through the template and put in its images.
 
@@ -148,6 +149,7 @@ def build_prompt(
         where: the record, for messages.
         tools: tool descriptions.
         add_generation_prompt: end with the opening of an answer.
+        last_only: of the answers only the last enters the loss.
 
     Raises:
         DataError: TT404 as for `Tokenizer.render`, TT406 for an image, TT407 where the model takes
@@ -158,7 +160,8 @@ def build_prompt(
         if sources:
             raise DataError("TT407", sources[0].where, "is an image, and the model takes text only")
         plain = _rendered(messages, tokenizer, where, tools, add_generation_prompt)
-        return Prompt(plain.token_ids, plain.loss_mask, plain.messages)
+        mask = _last_answer(plain, messages) if last_only else plain.loss_mask
+        return Prompt(plain.token_ids, mask, plain.messages)
     images = [processor.read(source) for source in sources]
     waiting = iter(images)
     shown = [_with_sizes(message, waiting) for message in messages] if images else messages
@@ -170,8 +173,19 @@ def build_prompt(
             f"placeholders (token {processor.token_id})",
             hint="the template must write one placeholder for each part of type image",
         )  # fmt: skip
-    return _expanded(Prompt(rendered.token_ids, rendered.loss_mask, rendered.messages),
+    mask = _last_answer(rendered, messages) if last_only else rendered.loss_mask
+    return _expanded(Prompt(rendered.token_ids, mask, rendered.messages),
                      images, processor.token_id)  # fmt: skip
+
+
+def _last_answer(rendered: Rendered, messages: Sequence[Message]) -> list[bool]:
+    """The loss mask from the last answer on: nothing before it is to be predicted."""
+    last = max(n for n, message in enumerate(messages) if message["role"] == "assistant")
+    begin = next(
+        (n for n, (origin, trained) in enumerate(zip(rendered.messages, rendered.loss_mask, strict=True))
+         if origin == last and trained), len(rendered.loss_mask),
+    )  # fmt: skip
+    return [trained and n >= begin for n, trained in enumerate(rendered.loss_mask)]
 
 
 def _rendered(

@@ -1,6 +1,7 @@
-"""JSONL and Parquet files of training and evaluation records.
+"""Files of training and evaluation records, and what a record is.
 
-Knows: the record forms and where each line of a file starts. Does not know: tokens, pixels.
+Knows: Trimtab's own record forms and where each line of a file starts. Does not know: tokens,
+pixels, the forms of other tools (`forms`).
 
 A record is one of
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
@@ -14,13 +15,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trimtab.config.data import Form
+from trimtab.data.forms import canonical, detect_form, only
 from trimtab.data.image_source import SOURCE, ImageSource, image_source
 from trimtab.errors import DataError
 
@@ -39,12 +42,14 @@ class Record:
             `ImageSource` under `source`.
         tools: tool descriptions for the template.
         where: `file:line`.
+        last_only: of the answers only the last is trained on.
     """
 
     text: str | None
     messages: tuple[Mapping[str, object], ...]
     tools: tuple[Mapping[str, object], ...] | None
     where: str
+    last_only: bool = False
 
     def prompt_and_answer(self) -> tuple[tuple[Mapping[str, object], ...], str]:
         """Messages before the last assistant message, and the text of that message.
@@ -64,6 +69,7 @@ class RecordFile(Protocol):
 
     path: str
     num_bytes: int
+    form: Form
 
     def __len__(self) -> int: ...
 
@@ -71,8 +77,15 @@ class RecordFile(Protocol):
         """Record `index`, counted from 0."""
 
 
-def open_records(path: str | Path) -> RecordFile:
-    """Open a JSONL file, or a Parquet file where the name says so.
+def open_records(
+    path: str | Path, form: Form | None = None, *, last_only: bool = False
+) -> RecordFile:
+    """Open a JSONL file, a Parquet file where the name says so, or a saved data set's directory.
+
+    Args:
+        path: file or directory.
+        form: of its records; None to find out from the first one.
+        last_only: only the last answer of a record is trained on.
 
     Raises:
         DataError: TT107 where there is no file, TT402 where it has no record, TT604 where Parquet
@@ -81,8 +94,12 @@ def open_records(path: str | Path) -> RecordFile:
     if Path(path).suffix in (".parquet", ".pq"):
         from trimtab.data.parquet import ParquetFile
 
-        return ParquetFile(path)
-    return JsonlFile(path)
+        return ParquetFile(path, form, last_only=last_only)
+    if Path(path).is_dir():
+        from trimtab.data.arrow import ArrowDirectory
+
+        return ArrowDirectory(path, form, last_only=last_only)
+    return JsonlFile(path, form, last_only=last_only)
 
 
 class JsonlFile:
@@ -90,13 +107,15 @@ class JsonlFile:
 
     Args:
         path: JSONL file; empty lines are allowed.
+        form: of its records; None to find out from the first one.
+        last_only: only the last answer of a record is trained on.
 
     Raises:
         DataError: TT402 where there is no line with content, TT107 where there is no file.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = str(path)
+    def __init__(self, path: str | Path, form: Form | None = None, *, last_only: bool = False) -> None:
+        self.path, self._last_only = str(path), last_only
         bounds, lines = [], []
         position = 0
         try:
@@ -117,6 +136,8 @@ class JsonlFile:
         # Mapped, not read: records are taken in random order, and the file may be large.
         self._bytes = np.memmap(path, np.uint8, "r")
         self.num_bytes = position
+        self._forced = form
+        self.form: Form = form or self._first_form()
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -131,18 +152,32 @@ class JsonlFile:
         Raises:
             DataError: TT401 where the line is not a record.
         """
+        value = json_object(self._line(index), self.where(index))
+        return record_of(value, self.where(index), str(Path(self.path).parent), self.form,
+                         forced=self._forced is not None, last_only=self._last_only)
+
+    def _line(self, index: int) -> bytes:
         begin, end = self._bounds[index]
-        line = self._bytes[begin:end].tobytes()
-        return parse_record(line, self.where(index), str(Path(self.path).parent))
+        return self._bytes[begin:end].tobytes()
+
+    def _first_form(self) -> Form:
+        try:
+            return detect_form(json_object(self._line(0), self.where(0)))
+        except DataError:
+            return "messages"  # the line is named when its record is asked for
 
 
-def read_records(path: str | Path) -> Iterator[Record]:
+def read_records(path: str | Path, form: Form | None = None) -> Iterator[Record]:
     """Yield the records of a file in order.
+
+    Args:
+        path: file or directory.
+        form: of its records; None to find out from the first one.
 
     Raises:
         DataError: as for `open_records` and `JsonlFile.record`.
     """
-    file = open_records(path)
+    file = open_records(path, form)
     for index in range(len(file)):
         yield file.record(index)
 
@@ -158,6 +193,15 @@ def parse_record(line: bytes, where: str, directory: str = ".") -> Record:
     Raises:
         DataError: TT401 with the reason; TT406 and TT407 for images.
     """
+    return record_from(json_object(line, where), where, directory)
+
+
+def json_object(line: bytes, where: str) -> Mapping[str, object]:
+    """The JSON object of a line.
+
+    Raises:
+        DataError: TT401 with the reason.
+    """
     try:
         value = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -168,7 +212,29 @@ def parse_record(line: bytes, where: str, directory: str = ".") -> Record:
         ) from None
     if not isinstance(value, dict):
         raise DataError("TT401", where, "must be a JSON object", value=type(value).__name__)
-    return record_from(value, where, directory)
+    return value
+
+
+def record_of(
+    value: Mapping[str, object], where: str, directory: str, form: Form, *, forced: bool,
+    last_only: bool,
+) -> Record:
+    """A record of a file of some form.
+
+    Args:
+        value: its values.
+        where: `file:line`.
+        directory: where paths of images start.
+        form: of the file.
+        forced: the recipe says so; else the first record did.
+        last_only: see `Record`.
+
+    Raises:
+        DataError: as for `parse_record`.
+    """
+    own = (only if forced else canonical)(value, form, where)
+    record = record_from(own, where, directory)
+    return replace(record, last_only=last_only)
 
 
 def record_from(value: Mapping[str, object], where: str, directory: str) -> Record:

@@ -82,7 +82,7 @@ class DataStream:
         self._seed = seed
         self._vocab_size = vocab_size
         self._processor = processor
-        opened = [open_records(f.path) for f in data.files] if files is None else files
+        opened = [open_records(f.path, f.form, last_only=f.last_only) for f in data.files] if files is None else files
         self._sources = [
             _Source(f.name, f.role, file, f.share)
             for f, file in zip(data.files, opened, strict=True)

@@ -88,8 +88,9 @@ def open_data(recipe: Recipe, plan: RunPlan, say: Reporter) -> RunData:
     held_out: dict[str, RecordSubset] = {}
     shares = {"domain": validate.domain_holdout, "general": validate.general_holdout}
     for file in data.files:
-        records = open_records(file.path)
+        records = open_records(file.path, file.form, last_only=file.last_only)
         totals = count_images(records, tokenizer, processor, data, limit=_IMAGES_CHECKED)
+        say.say(f"{file.path}: {len(records):,} records of the form {records.form}")
         if totals.images or totals.left_out:
             say.say(f"{file.path}: {totals}")
         if validate.every_steps is not None and shares[file.role] > 0:

@@ -164,7 +164,7 @@ def _choose(
         if mode == "full":
             full_targets(arch)  # says that there is no projector
         return targets, (), None, False
-    if not any(has_images(open_records(f.path)) for f in recipe.finetune.data.files):
+    if not any(has_images(open_records(f.path, f.form)) for f in recipe.finetune.data.files):
         note = "the data has no images: nothing trains the projector (finetune.vision.projector: "
         return targets, (), None if mode == "frozen" else f"{note}{mode})", named
     if mode == "full":

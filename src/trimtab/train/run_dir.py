@@ -27,6 +27,7 @@ from trimtab.checkpoint.manifest import file_sha256, write_atomic
 from trimtab.checkpoint.source import open_source
 from trimtab.config.load import dump_recipe, load_recipe
 from trimtab.config.recipe import Recipe
+from trimtab.data.arrow import arrow_files
 from trimtab.errors import RunError
 from trimtab.train.identity import FREE_KEYS, fixed_differences
 from trimtab.verdict import Verdict
@@ -176,6 +177,7 @@ def input_hashes(recipe: Recipe) -> dict[str, str]:
     paths = [file.path for file in recipe.finetune.data.files]
     if recipe.finetune.lora.init_from is not None:
         paths.append(str(Path(recipe.finetune.lora.init_from) / WEIGHTS_NAME))
+    paths += [str(file) for path in paths for file in arrow_files(Path(path))]
     hashes = {path: file_sha256(Path(path)) for path in paths if Path(path).is_file()}
     return {**hashes, recipe.model.path: open_source(recipe.model.path).fingerprint()}
 

@@ -73,15 +73,13 @@ def run_drill(
     whole, killed = out / "whole", out / "killed"
     begun = time.monotonic()
     _finish(_command(recipe, whole, overrides), say)
-    length = time.monotonic() - begun
+    moments = _Moments(draw, time.monotonic() - begun, whole, kills)
     done: Counter[str] = Counter()
     starts = 0
     while sum(done.values()) < kills and not (killed / "adapter").is_dir():
         starts += 1
         kind: Kill = KILLS[draw.randrange(len(KILLS))]
-        # Late enough to leave progress behind on average, early enough to hit loading as well.
-        if _start_and_kill(_command(recipe, killed, overrides), killed, kind,
-                           draw.uniform(0.2, 0.9) * length):
+        if _start_and_kill(_command(recipe, killed, overrides), killed, kind, moments):
             done[kind] += 1
             say(f"kill {sum(done.values())} of {kills}: {kind} after step {_last_step(killed)}")
     _finish(_command(recipe, killed, overrides), say)
@@ -121,16 +119,47 @@ def _finish(command: list[str], say: Callable[[str], None]) -> None:
     say(done.stdout.strip().splitlines()[0] if done.stdout.strip() else "finished")
 
 
-def _start_and_kill(command: list[str], run: Path, kind: Kill, after: float) -> bool:
+class _Moments:
+    """When a start is killed: one in four before its first step, the others a little after it.
+
+    Args:
+        draw: of the moments.
+        length: seconds of the undisturbed run.
+        whole: its directory.
+        kills: how many must fit into the run.
+    """
+
+    def __init__(self, draw: random.Random, length: float, whole: Path, kills: int) -> None:
+        rows = list(read_metrics(RunDirectory(whole).metrics))
+        training = sum(float(str(row.get("step_time_s", 0.0))) for row in rows)
+        self._draw, self._before = draw, max(0.0, length - training)
+        self._after = 1.5 * training / kills
+
+    def wait(self, job: subprocess.Popen[str], run: Path) -> None:
+        """Return when a start is to be killed, or has ended."""
+        if self._draw.random() < 0.25:
+            _sleep(job, self._draw.uniform(0.0, self._before))
+            return
+        known = _last_step(run)
+        while job.poll() is None and _last_step(run) == known:
+            time.sleep(_POLL_S)
+        _sleep(job, self._draw.uniform(0.0, self._after))
+
+
+def _sleep(job: subprocess.Popen[str], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while job.poll() is None and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
+def _start_and_kill(command: list[str], run: Path, kind: Kill, moments: _Moments) -> bool:
     """Start a run and end it; False where it ended by itself before.
 
     Raises:
         RunError: TT603, it failed by itself.
     """
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as job:
-        deadline = time.monotonic() + after
-        while job.poll() is None and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+        moments.wait(job, run)
         if kind == "SIGKILL while saving":
             deadline = time.monotonic() + _SAVE_WAIT_S
             while job.poll() is None and not _is_saving(run) and time.monotonic() < deadline:
