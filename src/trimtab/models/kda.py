@@ -10,10 +10,10 @@ from trimtab.models.cache import KDACache
 from trimtab.models.context import ForwardContext
 from trimtab.models.linear import Linear, Weight
 from trimtab.ops.backends import OpTable
-from trimtab.ops.conv import short_conv, short_conv_cached
+from trimtab.ops.conv import short_conv_cached
 from trimtab.ops.kda.gate import decay_gate
 from trimtab.ops.kda.recurrent import kda_step
-from trimtab.ops.norm import gated_rms_norm, l2_norm
+from trimtab.ops.norm import l2_norm
 from trimtab.ops.precision import island_dtype
 
 
@@ -51,16 +51,14 @@ class KDA(nn.Module):
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """[T, D] -> [T, D]."""
         heads = (self.spec.num_heads, self.spec.head_dim)
-        q, k, v = self._convolved(x, ctx)
-        q, k = (l2_norm(y.unflatten(-1, heads)) for y in (q, k))
-        v = v.unflatten(-1, heads)
+        q, k, v = (y.unflatten(-1, heads) for y in self._convolved(x, ctx))
         z = self._low_rank("f", x, ctx).unflatten(-1, heads)
         g = decay_gate(z, self.A_log, self.dt_bias, self.spec.gate_lower_bound)
         beta_logits = self.b_proj(x, ctx)
         beta = torch.sigmoid(beta_logits.to(island_dtype(beta_logits)))
         o = self._scan(q, k, v.to(g.dtype), g, beta, ctx)
         gate = self._low_rank("g", x, ctx).unflatten(-1, heads)
-        normed = gated_rms_norm(o, gate, self.o_norm.weight, self.spec.norm_eps)
+        normed = self.ops.gated_norm(o, gate, self.o_norm.weight, self.spec.norm_eps)
         y: Tensor = self.o_proj(normed.flatten(-2), ctx)
         return y
 
@@ -74,12 +72,13 @@ class KDA(nn.Module):
         return narrow
 
     def _convolved(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v [T, P] after convolution and SiLU."""
+        """q, k and v [T, P] after convolution and SiLU, q and k L2-normed per head."""
         inputs = (self.q_proj(x, ctx), self.k_proj(x, ctx), self.v_proj(x, ctx))
         weights = (self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight)
         if ctx.cache is None:
             q, k, v = (
-                short_conv(y, w, ctx.positions) for y, w in zip(inputs, weights, strict=True)
+                self.ops.conv_silu(y, w, ctx.positions, self.spec.head_dim, normed)
+                for y, w, normed in zip(inputs, weights, (True, True, False), strict=True)
             )
             return q, k, v
         cache = self._cache(ctx)
@@ -91,6 +90,7 @@ class KDA(nn.Module):
             for y, w, tail in zip(inputs, weights, cache.tails, strict=True)
         )
         cache.tails = (qt, kt, vt)
+        q, k = (l2_norm(y.unflatten(-1, (-1, self.spec.head_dim))).flatten(-2) for y in (q, k))
         return q, k, v
 
     def _scan(

@@ -18,16 +18,12 @@ from trimtab.ops.attention.operators import ATTENTION, INDEXER
 from trimtab.ops.attention.selection import Selection
 from trimtab.ops.cross_entropy import CROSS_ENTROPY
 from trimtab.ops.hyper import HYPER_READ, HYPER_WRITE, HyperMix
-from trimtab.ops.kda import chunk as kda_chunked
-from trimtab.ops.kda import native as kda_compiled
-from trimtab.ops.kda.reference import kda_reference
+from trimtab.ops.kda.operators import CONV_SILU, GATED_NORM, KDA, KDAResult
 from trimtab.ops.moe.experts import EXPERTS
 from trimtab.ops.moe.loop import ExpertCall
 from trimtab.ops.packed import DECODE, DecodeOp
-from trimtab.ops.registry import Implementation, OpCase, Operator
+from trimtab.ops.registry import Operator
 from trimtab.ops.residual import ATTN_RES
-
-KDAResult = tuple[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +40,8 @@ class OpTable:
         hyper_read: arguments as `hyper_mix`.
         hyper_write: arguments as the function of that name.
         experts: the routed experts of a layer, from an `ExpertCall` -> [T, D].
+        conv_silu: arguments as `conv_silu_reference`.
+        gated_norm: arguments as `gated_rms_norm`, [T, H, V].
         activation: arguments as `gated_activation`.
     """
 
@@ -56,6 +54,8 @@ class OpTable:
     hyper_read: Operator[..., tuple[Tensor, HyperMix]] = HYPER_READ
     hyper_write: Operator[..., Tensor] = HYPER_WRITE
     experts: Operator[[ExpertCall], Tensor] = EXPERTS
+    conv_silu: Operator[[Tensor, Tensor, Tensor, int, bool], Tensor] = CONV_SILU
+    gated_norm: Operator[[Tensor, Tensor, Tensor, float], Tensor] = GATED_NORM
     activation: Operator[..., Tensor] = ACTIVATION
 
     def operators(self) -> dict[str, Operator[..., Any]]:
@@ -72,7 +72,7 @@ def build_ops(overrides: Mapping[str, str] | None = None) -> OpTable:
     Raises:
         ConfigError: TT102, an operator or implementation that does not exist.
     """
-    table = OpTable(_KDA, ATTENTION, INDEXER, DECODE)
+    table = OpTable(KDA, ATTENTION, INDEXER, DECODE)
     operators = table.operators()
     forced: dict[str, Any] = {}
     for op, name in (overrides or {}).items():
@@ -81,23 +81,3 @@ def build_ops(overrides: Mapping[str, str] | None = None) -> OpTable:
             raise ConfigError("TT102", f"ops.{op}", f"no such operator; there are {known}")
         forced[op] = operators[op].force(name)
     return replace(table, **forced)
-
-
-def _kda_case(q: Tensor, k: Tensor, v: Tensor, *args: object, **kwargs: object) -> OpCase:
-    b, t, h, key = k.shape
-    return OpCase(q.device.type, q.dtype, {"B": b, "T": t, "H": h, "K": key, "V": v.shape[-1]})
-
-
-_KDA: Operator[..., KDAResult] = Operator(
-    "kda", _kda_case,
-    (
-        Implementation(
-            "native", kda_compiled.kda_native, kda_compiled.supports, kda_compiled.workspace_bytes
-        ),
-        Implementation(
-            "chunk", kda_chunked.kda_chunk, workspace_bytes=kda_chunked.workspace_bytes
-        ),
-        Implementation("reference", kda_reference),
-    ),
-    {"B": 1, "T": 4096, "H": 8, "K": 128, "V": 128},
-)

@@ -15,6 +15,7 @@ from torch import Tensor
 from trimtab.ops.checks import require
 from trimtab.ops.kda.check import check_kda
 from trimtab.ops.kda.pair import CHUNK, Gradients, Segments, define_pair, run_pair
+from trimtab.ops.native.call import address
 from trimtab.ops.native.library import library, unavailable
 from trimtab.ops.precision import island_dtype
 from trimtab.ops.registry import OpCase
@@ -91,9 +92,9 @@ def _forward(
     floats = _floats(kernel, 0, key, value)
     work = final.new_empty(threads * floats)
     kernel.kda_forward(
-        _at(cu_seqlens), sequences, heads, key, value, ctypes.c_float(scale),
-        *_tensors([q, k, v, g, beta, out]), _at(initial_state), _at(states if save else None),
-        _at(final), threads, _at(work), ctypes.c_int64(floats),
+        address(cu_seqlens), sequences, heads, key, value, ctypes.c_float(scale),
+        *_tensors([q, k, v, g, beta, out]), address(initial_state), address(states if save else None),
+        address(final), threads, address(work), ctypes.c_int64(floats),
     )
     return out, final, states
 
@@ -110,9 +111,9 @@ def _backward(
     floats = _floats(kernel, 1, key, value)
     work = dfinal.new_empty(threads * floats)
     kernel.kda_backward(
-        _at(cu_seqlens), cu_seqlens.shape[0] - 1, heads, key, value, ctypes.c_float(scale),
-        *_tensors([q, k, v, g, beta, dout, dq, dk, dv, dg, dbeta]), _at(states), _at(dfinal),
-        _at(dinitial), threads, _at(work), ctypes.c_int64(floats),
+        address(cu_seqlens), cu_seqlens.shape[0] - 1, heads, key, value, ctypes.c_float(scale),
+        *_tensors([q, k, v, g, beta, dout, dq, dk, dv, dg, dbeta]), address(states), address(dfinal),
+        address(dinitial), threads, address(work), ctypes.c_int64(floats),
     )
     return dq, dk, dv, dg, dbeta, dinitial
 
@@ -121,10 +122,6 @@ def _floats(kernel: ctypes.CDLL, backward: int, key: int, value: int) -> int:
     count = kernel.kda_floats
     count.restype = ctypes.c_int64
     return int(count(backward, key, value))
-
-
-def _at(x: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if x is None else x.data_ptr())
 
 
 def _tensors(tensors: Sequence[Tensor]) -> tuple[object, object]:
