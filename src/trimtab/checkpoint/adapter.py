@@ -3,16 +3,16 @@
 Knows: PEFT's keys and file names, what of PEFT's options is supported, completeness.
 Does not know: how an adapter is injected or trained.
 
-A is [rank, in], B is [out, rank]; the manifest declares the axis order. A projector trained in
-full is stored as it is, through PEFT's `modules_to_save`.
+A is [rank, in], B is [out, rank]; the manifest declares the axis order. Adapters of routed experts
+are written in one of the forms of `expert_adapter`. A projector trained in full is stored as it is,
+through PEFT's `modules_to_save`.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +20,38 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from trimtab.arch.adapter import LoRATarget
+from trimtab.arch.adapter import LoRATarget, Side, expert_axes
 from trimtab.arch.maps import module_names, stored_of
+from trimtab.arch.maps.experts import expert_names
 from trimtab.arch.params import ParamSpec, inventory
 from trimtab.arch.spec import ArchSpec
+from trimtab.checkpoint.adapter_config import (
+    CONFIG_NAME,
+    pattern_value,
+    peft_config,
+    read_config,
+    target_paths,
+)
+from trimtab.checkpoint.adapter_probe import check_probe, probe
 from trimtab.checkpoint.codec import to_tensor
+from trimtab.checkpoint.expert_adapter import (
+    AXES,
+    ExpertForm,
+    ExpertTensors,
+    named_parameters,
+    stored_experts,
+)
 from trimtab.checkpoint.manifest import Manifest, inventory_hash, read_manifest, write_artefact
 from trimtab.checkpoint.source import open_source
 from trimtab.errors import AdapterError
 from trimtab.models.full import train_full
 from trimtab.models.lora import inject, trainable_parameters
 
-CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 AXIS_ORDER = {"lora_A": ["rank", "in"], "lora_B": ["out", "rank"]}
 
 _PREFIX = "base_model.model."
-_REFUSED_OPTIONS = (
-    "use_dora", "target_parameters", "trainable_token_indices", "lora_bias",
-    "fan_in_fan_out", "layer_replication", "megatron_config", "alora_invocation_tokens",
-)
+_SIDES: tuple[Side, Side] = ("A", "B")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +62,13 @@ class AdapterMeta:
         base: path or id of the base model.
         base_fingerprint: `Source.fingerprint` of the base, None if not known.
         extra: further facts for the manifest, plain JSON values.
+        expert_form: how adapters of routed experts are written.
     """
 
     base: str
     base_fingerprint: str | None = None
     extra: Mapping[str, object] = field(default_factory=dict)
+    expert_form: ExpertForm = "grouped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +77,8 @@ class AdapterFile:
 
     Args:
         targets: adapted modules, in inventory order.
-        tensors: `{fqn}.lora.A` [rank, in] and `{fqn}.lora.B` [out, rank], float32, and under
-            their own names the parameters that were trained in full.
+        tensors: `{fqn}.lora.A` [rank, in] and `{fqn}.lora.B` [out, rank], float32, behind the axes
+            of routed experts, and under their own names the parameters that were trained in full.
         config: adapter_config.json.
         manifest: None for an adapter that Trimtab did not write.
     """
@@ -96,26 +110,26 @@ def save_adapter(
         AdapterError: TT502 if tensors and targets differ or hold NaN or infinity.
         CheckpointError: TT309 if `dst` holds something else.
     """
-    names = module_names(arch)
     full = _full_parameters(arch) if any(".lora." not in name for name in tensors) else {}
     wanted: dict[str, tuple[int, ...]] = {
-        f"{t.fqn}.lora.{side}": _shape(t, side) for t in targets for side in "AB"
+        f"{t.fqn}.lora.{side}": t.shape(side) for t in targets for side in _SIDES
     }
-    outside = {
-        f"{t.fqn}.lora.{side}": f"{names[t.fqn]}.lora_{side}.weight" for t in targets for side in "AB"
-    }
-    for released, param in full.items():
-        wanted[param.name], outside[param.name] = param.shape, released
+    wanted |= {param.name: param.shape for param in full.values()}
     _require_same_keys(set(tensors), set(wanted), str(dst))
-    stored: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
     for key, shape in wanted.items():
-        tensor = tensors[key].detach().to("cpu", torch.float32).contiguous()
-        _check(tensor, shape, key)
-        stored[f"{_PREFIX}{outside[key]}"] = tensor
-    config = peft_config(arch, targets, meta.base, full=bool(full))
+        values[key] = tensors[key].detach().to("cpu", torch.float32).contiguous()
+        _check(values[key], shape, key)
+    stored = {_PREFIX + key: t.contiguous() for key, t in _outside(arch, targets, values, meta)}
+    stored |= {_PREFIX + released: values[param.name] for released, param in full.items()}
+    config = peft_config(
+        arch, targets, meta.base, projector=_projector_name(arch) if full else None,
+        expert_form=meta.expert_form,
+    )
     extra = {
         "axis_order": AXIS_ORDER, "dropout": max((t.dropout for t in targets), default=0.0),
-        "num_tensors": len(stored), **meta.extra,
+        "num_tensors": len(stored), **_declared(targets, meta.expert_form),
+        "probe": probe(targets, values), **meta.extra,
     }
     writing = write_artefact(
         dst, "adapter", source_fingerprint=meta.base_fingerprint,
@@ -126,44 +140,30 @@ def save_adapter(
         out.write(CONFIG_NAME, (json.dumps(config, indent=2) + "\n").encode())
 
 
-def peft_config(
-    arch: ArchSpec, targets: Sequence[LoRATarget], base: str, *, full: bool = False
-) -> dict[str, object]:
-    """The adapter_config.json of these targets.
+def _outside(
+    arch: ArchSpec, targets: Sequence[LoRATarget], tensors: Mapping[str, Tensor], meta: AdapterMeta
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors by PEFT's name, without its prefix."""
+    names, routed = module_names(arch), expert_names(arch)
+    adapted = {t.fqn for t in targets}
+    for t in targets:
+        if t.experts is None:
+            for side in _SIDES:
+                yield f"{names[t.fqn]}.lora_{side}.weight", tensors[f"{t.fqn}.lora.{side}"]
+        else:
+            both = t.experts.parts == 2 and t.fqn.removesuffix("gate_up") + "down" in adapted
+            yield from stored_experts(routed[t.fqn], t, tensors, meta.expert_form, inner=both)
 
-    A leaf name stands for its modules if all modules of that name are targets, else each module
-    is named in full, so that PEFT adapts exactly these modules.
 
-    Args:
-        arch: of the base model.
-        targets: modules with A and B.
-        base: path or id of the base model.
-        full: the projector was trained in full.
-    """
-    if not targets:
-        raise AdapterError("TT502", base, "an adapter needs at least one target")
-    names = module_names(arch)
-    rank = Counter(t.rank for t in targets).most_common(1)[0][0]
-    alpha = Counter(t.alpha for t in targets).most_common(1)[0][0]
-    if len({t.use_rslora for t in targets}) > 1:
-        raise AdapterError("TT502", base, "use_rslora must be the same for all targets")
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "inference_mode": True,
-        "r": rank,
-        "lora_alpha": _plain(alpha),
-        "lora_dropout": max(t.dropout for t in targets),
-        "use_rslora": targets[0].use_rslora,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "target_modules": _target_modules(names, [t.fqn for t in targets]),
-        "rank_pattern": {names[t.fqn]: t.rank for t in targets if t.rank != rank},
-        "alpha_pattern": {names[t.fqn]: _plain(t.alpha) for t in targets if t.alpha != alpha},
-        "modules_to_save": [_projector_name(arch)] if full else None,
+def _declared(targets: Sequence[LoRATarget], form: ExpertForm) -> dict[str, object]:
+    """What the manifest says of routed experts."""
+    experts = {
+        t.fqn: {"layout": t.experts.layout, "split_a": t.experts.split_a}
+        for t in targets if t.experts is not None
     }
+    if not experts:
+        return {}
+    return {"expert_form": form, "expert_axis_order": AXES[form], "experts": experts}
 
 
 def load_adapter(path: str | Path, arch: ArchSpec) -> AdapterFile:
@@ -185,33 +185,40 @@ def load_adapter(path: str | Path, arch: ArchSpec) -> AdapterFile:
     for name in (CONFIG_NAME, WEIGHTS_NAME):
         if not source.has_file(name):
             raise AdapterError("TT502", f"{path}/{name}", "an adapter directory needs this file")
-    config = _read_config(source.read_file(CONFIG_NAME), f"{path}/{CONFIG_NAME}")
+    config = read_config(source.read_file(CONFIG_NAME), f"{path}/{CONFIG_NAME}")
     manifest = None if "://" in str(path) else read_manifest(path)
     modules = {peft_name: fqn for fqn, peft_name in module_names(arch).items()}
     full = _read_full(config, arch, f"{path}/{CONFIG_NAME}")
+    experts = _expert_tensors(arch, config, f"{path}/{CONFIG_NAME}")
     found: dict[str, dict[str, Tensor]] = {}
     whole: dict[str, Tensor] = {}
     left_over: list[str] = []
     for key, entry in source.entries().items():
         module, side = _parse_key(key)
         param = full.get(key.removeprefix(_PREFIX))
-        if param is None and (module not in modules or side is None):
+        routed = None if side is None else experts.take(module, side)
+        if param is None and routed is None and (module not in modules or side is None):
             left_over.append(key)
             continue
         tensor = to_tensor(source.read(key), entry.dtype, entry.shape).to(torch.float32)
         if param is not None:
             _check(tensor, param.shape, f"{path}: {key}")
             whole[param.name] = tensor
+        elif routed is not None:
+            routed(tensor)
         else:
             assert side is not None, "a key without a side was left over"
             found.setdefault(modules[module], {})[side] = tensor
-    if left_over or not found:
+    if left_over or not (found or experts.grouped or experts.single):
         listed = ", ".join(left_over[:5]) or "no tensor at all"
         rule = f"{len(left_over)} of {len(source.entries())} tensors fit no module: {listed}"
         raise AdapterError("TT502", str(path), rule,
                            hint="check that the adapter was trained on this base model")
     _require_same_keys(set(whole), {param.name for param in full.values()}, str(path))
-    return _assemble(str(path), arch, config, manifest, found, whole)
+    read = _assemble(str(path), arch, config, manifest, found, experts, whole)
+    if manifest is not None:
+        check_probe(manifest.extra.get("probe"), read.targets, read.tensors, str(path))
+    return read
 
 
 def adapter_base(path: str | Path) -> str:
@@ -221,7 +228,7 @@ def adapter_base(path: str | Path) -> str:
         AdapterError: TT502 if it names none.
     """
     raw = open_source(path).read_file(CONFIG_NAME)
-    base = _read_config(raw, f"{path}/{CONFIG_NAME}").get("base_model_name_or_path")
+    base = read_config(raw, f"{path}/{CONFIG_NAME}").get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         rule = "base_model_name_or_path must name the base model"
         raise AdapterError("TT502", f"{path}/{CONFIG_NAME}", rule, value=base)
@@ -250,35 +257,68 @@ def _assemble(
     config: dict[str, Any],
     manifest: Manifest | None,
     found: dict[str, dict[str, Tensor]],
+    experts: ExpertTensors,
     whole: dict[str, Tensor],
 ) -> AdapterFile:
     names = module_names(arch)
+    dropout = float(config.get("lora_dropout") or 0.0)
+    if manifest is not None:
+        dropout = float(str(manifest.extra.get("dropout", dropout)))
+    declared = _read_declared(manifest)
     targets: list[LoRATarget] = []
     tensors: dict[str, Tensor] = {}
     for param in inventory(arch):
         fqn = param.name.removesuffix(".weight")
-        sides = found.get(fqn)
-        if sides is None:
+        if fqn not in found and fqn not in experts.grouped and fqn not in experts.single:
             continue
-        if set(sides) != {"A", "B"}:
-            raise AdapterError("TT502", f"{path}: {fqn}", "needs both lora_A and lora_B")
-        out_features, in_features = param.shape
-        rank = sides["A"].shape[0]
-        alpha = _pattern(config, "alpha_pattern", names[fqn], config["lora_alpha"])
-        declared = _pattern(config, "rank_pattern", names[fqn], config["r"])
-        if rank != declared:
-            rule = f"lora_A has rank {rank}, {CONFIG_NAME} says {declared}"
-            raise AdapterError("TT502", f"{path}: {fqn}", rule)
+        form: ExpertForm = "per_expert" if fqn in experts.single else "grouped"
+        paths = target_paths(fqn, names, experts.names, form)
         target = LoRATarget(
-            fqn, in_features, out_features, rank, float(alpha),
-            float(config.get("lora_dropout") or 0.0), param.owner, param.layer,
-            bool(config.get("use_rslora")),
+            fqn, param.shape[-1], param.shape[-2],
+            int(pattern_value(config, "rank_pattern", paths, config["r"])),
+            pattern_value(config, "alpha_pattern", paths, config["lora_alpha"]), dropout,
+            param.owner, param.layer, bool(config.get("use_rslora")), expert_axes(param, "per_expert"),
         )
-        for side in "AB":
-            _check(sides[side], _shape(target, side), f"{path}: {fqn}.lora_{side}")
-            tensors[f"{fqn}.lora.{side}"] = sides[side]
+        if target.experts is None:
+            tensors |= _linear_pair(target, found[fqn], path)
+        else:
+            axes = None if fqn not in declared else replace(target.experts, **declared[fqn])
+            target, pair = experts.read(target, path, axes)
+            tensors |= pair
         targets.append(target)
     return AdapterFile(tuple(targets), {**tensors, **whole}, config, manifest)
+
+
+def _linear_pair(target: LoRATarget, sides: Mapping[str, Tensor], path: str) -> dict[str, Tensor]:
+    where = f"{path}: {target.fqn}"
+    if set(sides) != {"A", "B"}:
+        raise AdapterError("TT502", where, "needs both lora_A and lora_B")
+    if sides["A"].shape[0] != target.rank:
+        rule = f"lora_A has rank {sides['A'].shape[0]}, {CONFIG_NAME} says {target.rank}"
+        raise AdapterError("TT502", where, rule)
+    for side in _SIDES:
+        _check(sides[side], target.shape(side), f"{where}.lora_{side}")
+    return {f"{target.fqn}.lora.{side}": sides[side] for side in _SIDES}
+
+
+def _expert_tensors(arch: ArchSpec, config: Mapping[str, Any], where: str) -> ExpertTensors:
+    """Ready to take every expert tensor that a file of this base may have."""
+    names = expert_names(arch)
+    counts = {p.name: p.shape[0] for p in inventory(arch) if p.name in names}
+    return ExpertTensors(names, counts, named_parameters(config, names, where))
+
+
+def _read_declared(manifest: Manifest | None) -> dict[str, dict[str, Any]]:
+    """Layout of the experts by target, as far as a manifest declares it."""
+    found = None if manifest is None else manifest.extra.get("experts")
+    if not isinstance(found, dict):
+        return {}
+    return {
+        fqn: {"layout": each["layout"], "split_a": bool(each["split_a"])}
+        for fqn, each in found.items()
+        if isinstance(each, dict) and each.get("layout") in ("per_expert", "shared_outer")
+        and isinstance(each.get("split_a"), bool)
+    }
 
 
 def _full_parameters(arch: ArchSpec) -> dict[str, ParamSpec]:
@@ -308,61 +348,13 @@ def _read_full(config: dict[str, Any], arch: ArchSpec, where: str) -> dict[str, 
     return params
 
 
-def _read_config(raw: bytes, where: str) -> dict[str, Any]:
-    try:
-        config = json.loads(raw)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise AdapterError("TT502", where, f"not valid JSON: {error}") from error
-    if not isinstance(config, dict) or str(config.get("peft_type")).upper() != "LORA":
-        found = config.get("peft_type") if isinstance(config, dict) else None
-        raise AdapterError("TT502", where, "peft_type must be LORA", value=found)
-    for key in ("r", "lora_alpha"):
-        if not isinstance(config.get(key), int | float) or config[key] <= 0:
-            raise AdapterError("TT502", f"{where}: {key}", "must be a positive number",
-                               value=config.get(key))
-    for option in _REFUSED_OPTIONS:
-        if config.get(option):
-            raise AdapterError("TT502", f"{where}: {option}", "this PEFT option is not supported",
-                               value=config[option])
-    if config.get("bias", "none") != "none":
-        raise AdapterError("TT502", f"{where}: bias", "must be none", value=config["bias"])
-    return config
-
-
-def _parse_key(key: str) -> tuple[str, str | None]:
+def _parse_key(key: str) -> tuple[str, Side | None]:
     """Module path and side (A or B) of a PEFT key; side None if it is not of that form."""
-    for side in "AB":
+    for side in _SIDES:
         suffix = f".lora_{side}.weight"
         if key.startswith(_PREFIX) and key.endswith(suffix):
             return key.removeprefix(_PREFIX).removesuffix(suffix), side
     return key, None
-
-
-def _pattern(config: dict[str, Any], name: str, module: str, default: float) -> float:
-    """PEFT's rule: the first pattern that equals the module path or is a dotted suffix of it."""
-    for pattern, value in (config.get(name) or {}).items():
-        if module == pattern or module.endswith(f".{pattern}"):
-            return float(value)
-    return float(default)
-
-
-def _target_modules(names: Mapping[str, str], adapted: Sequence[str]) -> list[str]:
-    chosen = {names[fqn] for fqn in adapted}
-    by_leaf: dict[str, set[str]] = {}
-    for path in names.values():
-        by_leaf.setdefault(path.rpartition(".")[2], set()).add(path)
-    listed: list[str] = []
-    for leaf, paths in by_leaf.items():
-        # A number as leaf would also fit the blocks of the tower and the decoder's layers.
-        whole = paths <= chosen and not leaf.isdigit()
-        listed.extend([leaf] if whole else sorted(paths & chosen))
-    return listed
-
-
-def _shape(target: LoRATarget, side: str) -> tuple[int, int]:
-    if side == "A":
-        return target.rank, target.in_features
-    return target.out_features, target.rank
 
 
 def _check(tensor: Tensor, shape: tuple[int, ...], where: str) -> None:
@@ -379,7 +371,3 @@ def _require_same_keys(found: set[str], wanted: set[str], where: str) -> None:
     missing, extra = sorted(wanted - found), sorted(found - wanted)
     rule = f"missing {missing[:5]}, left over {extra[:5]}"
     raise AdapterError("TT502", where, rule, value=f"{len(missing)} missing, {len(extra)} extra")
-
-
-def _plain(value: float) -> int | float:
-    return int(value) if value == int(value) else value

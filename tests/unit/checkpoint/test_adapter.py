@@ -21,14 +21,13 @@ from trimtab.arch.load import load_arch
 from trimtab.arch.params import inventory
 from trimtab.arch.spec import ArchSpec
 from trimtab.checkpoint.adapter import (
-    CONFIG_NAME,
     WEIGHTS_NAME,
     AdapterMeta,
     attach_adapter,
     load_adapter,
-    peft_config,
     save_adapter,
 )
+from trimtab.checkpoint.adapter_config import CONFIG_NAME, peft_config
 from trimtab.checkpoint.load import load_model
 from trimtab.checkpoint.manifest import MANIFEST_NAME, verify_files
 from trimtab.errors import AdapterError

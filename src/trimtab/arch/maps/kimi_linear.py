@@ -30,6 +30,7 @@ _RULES = (
 _MODULES = (
     Rule("layers.{i}.self_attn.f_{leaf}", _LAYER + "self_attn.forget_gate.f_{leaf}"),
     Rule("layers.{i}.mlp.router", _LAYER + "mlp.gate"),
+    Rule("layers.{i}.mlp.experts", _LAYER + "mlp.experts"),
     Rule("layers.{i}.mlp.shared_experts.{leaf}", _LAYER + "mlp.shared_experts.{leaf}"),
 )
 

@@ -92,6 +92,14 @@ def stored_for(
             yield from _expand(rule, param, names, experts, parts_of)
 
 
+def matching(name: str, rules: Sequence[Rule]) -> Iterator[str]:
+    """Released templates of a grouped parameter, one per rule, with `{e}` left open."""
+    template, fields = _first_fit(name, rules)
+    for rule in rules:
+        if rule.param == template:
+            yield rule.stored.format(**fields, e="{e}")
+
+
 def rename(name: str, rules: Sequence[Rule]) -> str | None:
     """The name that the first fitting rule gives, None where none fits."""
     for rule in rules:
