@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trimtab.checkpoint.adapter import AdapterFile
+from trimtab.checkpoint.expert_adapter import matrix_factors
 
 
 class Deltas:
@@ -23,7 +24,10 @@ class Deltas:
     def __init__(self, adapter: AdapterFile | None) -> None:
         self._tensors = adapter.tensors if adapter is not None else {}
         targets = adapter.targets if adapter is not None else ()
-        self._by_name = {f"{target.fqn}.weight": target for target in targets}
+        self._by_name = {
+            target.fqn if target.experts is not None else f"{target.fqn}.weight": target
+            for target in targets
+        }
         self._full = {name for name in self._tensors if ".lora." not in name}
         self.names = frozenset(self._by_name) | self._full
 
@@ -45,5 +49,5 @@ class Deltas:
         target = self._by_name.get(name)
         if target is None:
             return value
-        a, b = (self._tensors[f"{target.fqn}.lora.{side}"].to(value.dtype) for side in "AB")
-        return torch.addmm(value, b[rows], a, alpha=target.scaling)
+        a, b = matrix_factors(target, self._tensors, index)
+        return torch.addmm(value, b[rows].to(value.dtype), a.to(value.dtype), alpha=target.scaling)

@@ -26,6 +26,7 @@ from trimtab.checkpoint.codec import Progress
 from trimtab.checkpoint.companions import companion_files, config_with_dtype
 from trimtab.checkpoint.copy_plan import CopyPlan, plan_copy
 from trimtab.checkpoint.deltas import Deltas
+from trimtab.checkpoint.expert_adapter import ExpertForm
 from trimtab.checkpoint.manifest import (
     ArtefactWriter,
     check_output,
@@ -141,13 +142,18 @@ def _index(plan: CopyPlan) -> bytes:
     return (json.dumps(index, indent=2) + "\n").encode()
 
 
-def export_adapter(src: str | Path, dst: str | Path, base: str | None = None) -> int:
+def export_adapter(
+    src: str | Path, dst: str | Path, base: str | None = None,
+    expert_form: ExpertForm | None = None,
+) -> int:
     """Write an adapter again in PEFT's form, held against its base; returns its tensor count.
 
     Args:
         src: adapter directory.
         dst: new directory.
         base: its base; by default what the adapter names.
+        expert_form: how adapters of routed experts are written; by default joined, unless gate and
+            up have an A each.
 
     Raises:
         AdapterError: TT502 if it does not fit the base.
@@ -158,7 +164,10 @@ def export_adapter(src: str | Path, dst: str | Path, base: str | None = None) ->
     arch = load_arch(source.config(), source.where)
     adapter = load_adapter(src, arch)
     fingerprint = adapter.manifest.source_fingerprint if adapter.manifest else None
-    meta = AdapterMeta(base, fingerprint, {"made_by": "export"})
+    if expert_form is None:
+        split = any(t.experts is not None and t.experts.split_a for t in adapter.targets)
+        expert_form = "per_expert" if split else "grouped"
+    meta = AdapterMeta(base, fingerprint, {"made_by": "export"}, expert_form)
     save_adapter(dst, arch, adapter.targets, adapter.tensors, meta)
     return len(adapter.tensors)
 

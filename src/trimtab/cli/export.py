@@ -13,21 +13,27 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def export(
-    src: Annotated[str, typer.Argument(help="checkpoint (hf) or adapter directory (peft)")],
-    to: Annotated[Literal["hf", "peft"], typer.Option(help="form to write")],
+    src: Annotated[str, typer.Argument(help="checkpoint (hf) or adapter directory (the others)")],
+    to: Annotated[
+        Literal["hf", "peft", "vllm", "sglang", "vllm-ascend"], typer.Option(help="form to write")
+    ],
     out: Annotated[str, typer.Option(help="new directory")],
     base: Annotated[
         str | None, typer.Option(help="base of an adapter; by default what the adapter names")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
 ) -> None:
-    """Write a checked copy: `hf` a checkpoint in the released format, `peft` an adapter."""
+    """Write a checked copy: `hf` a checkpoint in the released format, the others an adapter.
+
+    They differ in adapters of routed experts: `peft` joins those of a layer, as PEFT reads them for
+    parameters; engines get one pair per expert's matrix, under its released name.
+    """
     if to == "hf":
         count = _export_checkpoint(src, out)
     else:
         from trimtab.checkpoint.merge import export_adapter
 
-        count = export_adapter(src, out, base)
+        count = export_adapter(src, out, base, None if to == "peft" else "per_expert")
     if as_json:
         print_json({"out": out, "to": to, "tensors": count})
     else:

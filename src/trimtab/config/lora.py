@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from trimtab.config.fields import (
     Positive,
@@ -17,7 +17,6 @@ from trimtab.config.fields import (
     Word,
     fault,
     no_bool,
-    not_yet,
 )
 
 Branch = Literal[
@@ -55,7 +54,9 @@ class LoRASection(Section):
         alpha: scaling numerator; the factor is alpha / rank, or alpha / sqrt(rank) for rslora.
         dropout: probability of dropping an input feature of A.
         target_modules: module names, shell patterns, `re:` expressions or group words.
-        experts: adapters on routed experts; only `none` so far.
+        experts: adapters on all routed experts: `per_expert` gives each its own A and B,
+            `shared_outer` shares A of gate and up and B of down within a layer; `none` leaves
+            experts alone.
         scaling: `standard` or `rslora`.
         overrides: group word to rank and alpha of its targets; the narrowest word counts.
         moe_rank_scaling: routed experts get rank / active experts per token, at the same
@@ -79,12 +80,6 @@ class LoRASection(Section):
     init_from: Word | None = None
     check_steps: PositiveInt = 20
     serve_with: Engine | None = None
-
-    @field_validator("experts")
-    @classmethod
-    def _experts(cls, value: str) -> str:
-        not_yet("", value, "none")
-        return value
 
     @model_validator(mode="after")
     def _scaled_experts(self) -> LoRASection:

@@ -184,7 +184,7 @@ def test_every_alias_leads_to_a_key_that_exists() -> None:
         ("rank: 32", "rank: 8.5", "TT102", "finetune.lora.rank"),
         ("lr: 1.0e-4", "lr: .nan", "TT102", "finetune.optimizer.lr"),
         ("method: lora", "recompute: selective", "TT102", "finetune.recompute"),
-        ("rank: 32", "experts: per_expert", "TT102", "finetune.lora.experts"),
+        ("rank: 32", "experts: all", "TT102", "finetune.lora.experts"),
         ("output: runs/x", "output: runs/x\nparallel: {tp: 2}", "TT102", "parallel.tp"),
         ("output: runs/x", "outptu: runs/x", "TT101", "outptu"),
         ("    general: {path: general.jsonl}\n", "", "TT105", "finetune.data.general_ratio"),
