@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import MIB, Result, interleave, peak_extra_bytes, sgemm_rate
+from trimtab.ops.backends import OpTable, build_ops
 from trimtab.ops.kda.chunk import kda_chunk
 from trimtab.ops.kda.native import kda_native
 from trimtab.ops.kda.pair import kda_flops
@@ -103,7 +104,7 @@ def run() -> list[Result]:
     if reason := unavailable("kda"):
         raise SystemExit(f"the native kernel is not available: {reason}")
     check()
-    return [*beside_the_peer(), *over_lengths(), *a_million_tokens()]
+    return [*beside_the_peer(), *over_lengths(), *a_million_tokens(), *around_the_scan()]
 
 
 def beside_the_peer(tokens: int = 4096, heads: int = 8) -> list[Result]:
@@ -156,3 +157,36 @@ def a_million_tokens(heads: int = 2) -> list[Result]:
     return [Result(f"kda forward T{2**20} H{heads} K{KEY} V{KEY}, native, no grad",
                    "memory beyond inputs and outputs (MiB)", extra[2**20], 16.0, at_least=False,
                    details=details)]
+
+
+def around_the_scan(tokens: int = 1024, heads: int = 8) -> list[Result]:
+    """What surrounds the scan in a layer, native beside PyTorch: forward and backward."""
+    width = heads * KEY
+    generator = torch.Generator().manual_seed(1)
+    x, gate, dout = (torch.randn(tokens, width, generator=generator) for _ in range(3))
+    weight, gain = torch.randn(width, 1, 4, generator=generator), torch.ones(KEY)
+    where, x, gate = torch.arange(tokens), x.requires_grad_(), gate.requires_grad_()
+    shape = (tokens, heads, KEY)
+    pieces: dict[str, Callable[[OpTable], Tensor]] = {
+        "convolution, SiLU, L2 norm": lambda ops: ops.conv_silu(x, weight, where, KEY, True),
+        "gated norm": lambda ops: ops.gated_norm(x.view(shape), gate.view(shape), gain, 1e-5).flatten(1),
+    }
+    tables = {
+        "native": build_ops({"conv_silu": "native", "gated_norm": "native"}),
+        "PyTorch": build_ops({"conv_silu": "reference", "gated_norm": "reference"}),
+    }
+    rows = []
+    for piece, call in pieces.items():
+        sides = {
+            name: lambda ops=ops, call=call: torch.autograd.grad(call(ops), x, dout)
+            for name, ops in tables.items()
+        }
+        found, expected = (side()[0] for side in sides.values())
+        error = float((found - expected).abs().max() / expected.abs().max())
+        if not error <= limit("kda.gradients.float32"):
+            raise SystemExit(f"{piece}: gradients differ by {error:.1e}")
+        timing = interleave(sides, 9)
+        seconds = {name: each.median for name, each in timing.items()}
+        rows.append(Result(f"{piece}, T{tokens} H{heads} K{KEY}, native", "speed over PyTorch",
+                           seconds["PyTorch"] / seconds["native"], details={"seconds": seconds}))
+    return rows
