@@ -6,7 +6,7 @@
 so that over one global batch every expert gets T A / E tokens. Only histograms of r are kept; they
 add up over micro-batches and ranks.
 
-Source: Kimi K3 report, section 2.3.3, equations 13 and 14.
+Source: equations 13 and 14 of the report that introduced it (section 2.3.3).
 """
 
 from __future__ import annotations
