@@ -17,7 +17,15 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import combinations
 from pathlib import Path
 
-from benchmarks.planner_rows import Case, cases, degree, number, read_rows, test_groups_hash
+from benchmarks.planner_rows import (
+    Case,
+    cases,
+    degree,
+    number,
+    precision_for,
+    read_rows,
+    test_groups_hash,
+)
 from trimtab.plan.search import MEMORY_SHARE
 
 FROZEN = Path(__file__).with_name("planner_test_groups.txt")
@@ -79,9 +87,9 @@ def program_of(row: Mapping[str, str]) -> str:
     return re.split(r" \d| main| PR| CI", row["framework"])[0]
 
 
-def factors(found: Iterable[Case]) -> dict[tuple[str, str, bool], float]:
+def factors(found: Iterable[Case]) -> dict[tuple[str, str, str], float]:
     """Measured over predicted, per hardware, program and precision, from at most two groups."""
-    logs: dict[tuple[str, str, bool], dict[str, float]] = defaultdict(dict)
+    logs: dict[tuple[str, str, str], dict[str, float]] = defaultdict(dict)
     for case in found:
         error = time_error(case)
         key = factor_key(case.row)
@@ -91,9 +99,9 @@ def factors(found: Iterable[Case]) -> dict[tuple[str, str, bool], float]:
     return {key: math.exp(statistics.mean(v.values())) for key, v in logs.items() if v}
 
 
-def factor_key(row: Mapping[str, str]) -> tuple[str, str, bool]:
+def factor_key(row: Mapping[str, str]) -> tuple[str, str, str]:
     """What one factor is for."""
-    return row["hardware"], program_of(row), row["precision"].startswith(("FP8", "MXFP8", "NVFP4"))
+    return row["hardware"], program_of(row), precision_for(row["precision"])
 
 
 def memory_tables(found: list[Case]) -> None:

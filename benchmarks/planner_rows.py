@@ -25,6 +25,7 @@ from trimtab.plan.job import (
     Dispatcher,
     ExpertAdapters,
     Job,
+    Precision,
     Recompute,
     choose_adapters,
 )
@@ -263,6 +264,8 @@ def job_for(row: Mapping[str, str], outline: Outline, degrees: Degrees) -> Job:
     if seq is None:
         raise Skip("no fixed sequence length")
     micro = int(number(row, "mbs") or 1)
+    if "torchtitan" in row["framework"] and degrees.pp > 1:
+        micro = 1  # the column is the local batch, which the pipeline divides
     batch = int(number(row, "gbs") or micro * degrees.data)
     is_lora = bool(row["lora"]) or "lora" in row["task"]
     shards_all = "FSDP" in row["shard"] or "FSDP" in row["framework"]
@@ -276,14 +279,23 @@ def job_for(row: Mapping[str, str], outline: Outline, degrees: Degrees) -> Job:
         adapters=adapters_for(outline, row["lora"]) if is_lora else None,
         recompute=recompute_for(row["recompute"]), stack=FSDP if shards_all else MEGATRON,
         optimizer="muon" if "muon" in row["optimizer"] + row["shard"] else "adam", routing=routing,
-        fp8=precision.startswith(("FP8", "MXFP8", "NVFP4")), mtp=mtp,
+        precision=precision_for(precision), mtp=mtp,
         kernels="plain" if "KDA=eager" in row["framework"] else "fused",
         chunks=degree(row, "vpp") if row["vpp"] else 1,
         graphs="graph" in row["overlap_graphs"],
     )
+    if "fused linear CE" in row["shard"]:
+        job = replace(job, stack=replace(job.stack, logit_bytes=0))
     if share := re.search(r"offload (\d+)%", row["optimizer"]):
         job = replace(job, offload_optimizer=int(share.group(1)) / 100)
     return job
+
+
+def precision_for(text: str) -> Precision:
+    """Precision of matrix products."""
+    if text.startswith("NVFP4"):
+        return "fp4"
+    return "fp8" if text.startswith(("FP8", "MXFP8")) else "bf16"
 
 
 def dispatcher_for(row: Mapping[str, str]) -> Dispatcher:

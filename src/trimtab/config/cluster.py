@@ -86,7 +86,7 @@ class Cluster:
         max_ranks: ranks there are, None without a limit.
         memory: device memory that a process sees, in bytes.
         context: device memory that driver and libraries take before any tensor, in bytes.
-        bf16_flops, fp8_flops: dense peaks; fp8 is 0 where the device has none.
+        bf16_flops, fp8_flops, fp4_flops: dense peaks; 0 where the device has none.
         memory_bandwidth: of device memory.
         gemm_efficiency: of large dense matrix products.
         grouped_efficiency: of grouped products over experts with many rows each.
@@ -94,7 +94,8 @@ class Cluster:
         memory_efficiency: of element-wise kernels.
         kernel_seconds: fixed cost of one kernel; the rows that a grouped product needs per expert
             follow from it and from reading the weights.
-        host_seconds: cost of one operator on the host, hidden while the device has work.
+        host_seconds: of one operator on the host, Python and autograd included; hidden while the
+            device has work.
         collective_seconds: fixed cost of one collective.
         compute_overlap: share of communication that hides behind compute where the program can.
         networks: innermost first.
@@ -118,6 +119,7 @@ class Cluster:
     context: Graded
     bf16_flops: Graded
     fp8_flops: Graded
+    fp4_flops: Graded
     memory_bandwidth: Graded
     gemm_efficiency: Graded
     grouped_efficiency: Graded
@@ -239,6 +241,7 @@ class ClusterSection(Section):
         context_gib: taken by driver and libraries.
         bf16_tflops: dense peak.
         fp8_tflops: dense peak; left out where there is none.
+        fp4_tflops: dense peak; left out where there is none.
         memory_gb_s: bandwidth of device memory.
         gemm_efficiency: share of the peak of large products.
         grouped_efficiency: share of the peak of grouped products.
@@ -271,13 +274,14 @@ class ClusterSection(Section):
     context_gib: Value = _default(1.0)
     bf16_tflops: Value
     fp8_tflops: Value = _default(0.0)
+    fp4_tflops: Value = _default(0.0)
     memory_gb_s: Value
     gemm_efficiency: Value = _default(0.7)
     grouped_efficiency: Value = _default(0.5)
     attention_efficiency: Value = _default(0.5)
     memory_efficiency: Value = _default(0.7)
     kernel_us: Value = _default(5.0)
-    host_us: Value = _default(5.0)
+    host_us: Value = _default(20.0)
     collective_us: Value = _default(10.0)
     compute_overlap: Value = _default(0.8)
     networks: NetworksSection = NetworksSection()
@@ -383,6 +387,7 @@ def _frozen(doc: ClusterSection) -> Cluster:
         max_ranks=doc.max_ranks,
         memory=graded(doc.memory_gib, _GIB), context=graded(doc.context_gib, _GIB),
         bf16_flops=graded(doc.bf16_tflops, 1e12), fp8_flops=graded(doc.fp8_tflops, 1e12),
+        fp4_flops=graded(doc.fp4_tflops, 1e12),
         memory_bandwidth=graded(doc.memory_gb_s, 1e9),
         gemm_efficiency=graded(doc.gemm_efficiency),
         grouped_efficiency=graded(doc.grouped_efficiency),

@@ -18,6 +18,7 @@ BaseDtype = Literal["native", "bf16", "fp32"]
 ExpertAdapters = Literal["none", "per_expert", "shared_outer"]
 Dispatcher = Literal["flat", "all_gather", "dedup"]
 Kernels = Literal["fused", "plain"]
+Precision = Literal["bf16", "fp8", "fp4"]
 
 DEFAULT_TARGETS = ("attention",)
 
@@ -73,7 +74,8 @@ TRIMTAB = Stack("trimtab", shards="all", weight_bytes=4, grad_bytes=4, master_by
                 keeps_norm_output=True, logit_bytes=0)
 MEGATRON = Stack("megatron", shards="optimizer", weight_grad_buffer=True)
 FULL_TRAINING = MEGATRON
-FSDP = Stack("fsdp", shards="all", weight_bytes=4, grad_bytes=4, master_bytes=0, logit_bytes=6)
+# Plain cross-entropy: logits in bf16 and fp32, log-probabilities, and the gradient of either.
+FSDP = Stack("fsdp", shards="all", weight_bytes=4, grad_bytes=4, master_bytes=0, logit_bytes=14)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,7 @@ class Job:
         optimizer: `adam`, or `muon` with one fp32 moment on matrices.
         routing: most tokens of an expert-parallel rank over the mean.
         capacity_factor: most tokens per expert over the mean; None drops none.
-        fp8: matrix products run in 8 bit where the device has them.
+        precision: of matrix products, where the device has it.
         mtp: multi-token prediction layers are trained too.
         kernels: `plain` where linear attention runs without fused kernels.
         offload_optimizer: share of the optimizer state in host memory.
@@ -151,7 +153,7 @@ class Job:
     optimizer: Literal["adam", "muon"] = "adam"
     routing: float = 1.15
     capacity_factor: float | None = None
-    fp8: bool = False
+    precision: Precision = "bf16"
     mtp: bool = False
     kernels: Kernels = "fused"
     offload_optimizer: float = 0.0

@@ -10,7 +10,6 @@ the host needs to launch it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -30,12 +29,12 @@ from trimtab.plan.work import Op, Work
 Parts = defaultdict[str, float]
 
 _X = 2
-# Share of a matrix product's efficiency that is left in 8 bit.
-_FP8_SHARE = 0.8
+# Shares of a matrix product's efficiency that are left in 8 and in 4 bit, with the quantisation.
+_NARROW = {"fp8": 0.8, "fp4": 0.55}
 # Linear attention runs at about half the efficiency of softmax attention.
 _DELTA_SHARE = 0.5
-# Host operators of one layer's forward pass, per kernel that this model counts.
-_HOST_OPS_PER_KERNEL = 1.5
+# Host operators of one forward pass, read off published runs that wait for the host.
+_HOST_OPS = {"mixer": 60, "dense": 15, "routed": 180, "unfused dispatch": 40, "tp": 20, "lora": 40}
 # Rows per expert at which a grouped product reaches half of its best efficiency.
 _HALF_ROWS = 96.0
 
@@ -159,8 +158,8 @@ class TimeModel:
         c = self.cluster
         work = op.flops if flops is None else flops
         peak, moved = c.bf16_flops.value, op.bytes * passes
-        if op.kind in ("gemm", "grouped") and self.job.fp8 and c.fp8_flops.value:
-            peak = c.fp8_flops.value * _FP8_SHARE
+        if op.kind in ("gemm", "grouped"):
+            peak = self._product_peak()
         if op.kind == "gemm":
             share = c.gemm_efficiency.value
         elif op.kind == "grouped":
@@ -173,6 +172,14 @@ class TimeModel:
         decoding = 2 * op.decoded * passes / (c.memory_bandwidth.value * c.memory_efficiency.value)
         computing = work / (peak * share) if work else 0.0
         return max(computing, reading) + decoding + op.kernels * c.kernel_seconds.value * 0.2
+
+    def _product_peak(self) -> float:
+        c, precision = self.cluster, self.job.precision
+        if precision == "fp4" and c.fp4_flops.value:
+            return c.fp4_flops.value * _NARROW["fp4"]
+        if precision != "bf16" and c.fp8_flops.value:
+            return c.fp8_flops.value * _NARROW["fp8"]
+        return c.bf16_flops.value
 
     def _layer_passes(
         self, kind: int, degrees: Degrees, dispatcher: Dispatcher, is_whole: bool
@@ -203,7 +210,7 @@ class TimeModel:
                 backward[op.kind] += once
             backward["adapters"] += 2 * extra
         self._communicate(layer, degrees, dispatcher, is_whole, forward, backward)
-        host = self._host(ops)
+        host = self._host(layer, degrees, dispatcher)
         if not self.job.graphs:
             forward["host"] = max(0.0, host - sum(forward.values()))
             backward["host"] = max(0.0, host * (1 + is_whole) - sum(backward.values()))
@@ -218,9 +225,15 @@ class TimeModel:
         # Two thin products; their width keeps them far from the peak.
         return op.adapter_flops / (0.3 * c.bf16_flops.value) + 2 * c.kernel_seconds.value
 
-    def _host(self, ops: Iterable[Op]) -> float:
-        kernels = sum(op.kernels for op in ops)
-        return kernels * _HOST_OPS_PER_KERNEL * self.cluster.host_seconds.value
+    def _host(self, layer: OutlineLayer, degrees: Degrees, dispatcher: Dispatcher) -> float:
+        """Seconds that the host needs for one pass of a layer."""
+        ops = _HOST_OPS["mixer"] + _HOST_OPS["tp"] * (degrees.tp > 1)
+        if isinstance(layer.ffn, MoESpec):
+            ops += _HOST_OPS["routed"] + _HOST_OPS["unfused dispatch"] * (dispatcher != "dedup")
+        else:
+            ops += _HOST_OPS["dense"]
+        ops += _HOST_OPS["lora"] * self.job.trains_adapters
+        return ops * self.cluster.host_seconds.value
 
     def _hide(self, parts: Parts) -> float:
         """Move expert exchange behind compute where the program does that; returns the seconds."""
@@ -253,7 +266,7 @@ class TimeModel:
             backward["context_exchange"] += once * again
         if isinstance(layer.ffn, MoESpec) and degrees.ep > 1:
             width = routed_width(layer, d)
-            dispatch = _X * 0.5 if self.job.fp8 else _X
+            dispatch = _X * 0.5 if self.job.precision != "bf16" else _X
             pair = sum(
                 exchange(c, expert_span(c, degrees), dispatcher, tokens / degrees.tp,
                          layer.ffn.num_experts, layer.ffn.top_k, width * size, self.job.routing).seconds
