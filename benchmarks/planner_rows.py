@@ -31,6 +31,7 @@ from trimtab.plan.job import (
 )
 from trimtab.plan.memory import Layout, MemoryModel, StageMemory
 from trimtab.plan.placement import Degrees
+from trimtab.plan.planner import BANDS
 from trimtab.plan.stages import split
 from trimtab.plan.timing import TimeModel
 
@@ -159,6 +160,11 @@ def outline_for(row: Mapping[str, str], models: Mapping[str, object]) -> Outline
     if found is None:
         raise Skip("no configuration of the model")
     config = preset_config(found) if isinstance(found, str) else dict(found)  # type: ignore[call-overload]
+    if "ROCm" in row["framework"]:
+        # These runs build the text model alone.
+        outline = load_outline(_cut(config, row))
+        params = tuple(p for p in outline.params if p.owner not in ("vision", "projector"))
+        return replace(outline, params=params)
     return load_outline(_cut(config, row))
 
 
@@ -220,8 +226,11 @@ def degrees_for(row: Mapping[str, str]) -> Degrees:
     return Degrees(pp=pp, dp_shard=data, cp=cp, tp=tp, ep=ep)
 
 
-def recompute_for(text: str) -> Recompute:
-    """The policy that a cell names."""
+def recompute_for(row: Mapping[str, str]) -> Recompute:
+    """The policy that a row names; that of torchtitan keeps attention and every other product."""
+    text = row["recompute"]
+    if "torchtitan" in row["framework"] and text.startswith("selective"):
+        return Recompute("none", frozenset({"layernorm", "mlp_act", "core_attn"}))
     if match := re.match(r"full block (\d+)", text):
         return Recompute(int(match.group(1)))
     if text.startswith("full"):
@@ -229,6 +238,8 @@ def recompute_for(text: str) -> Recompute:
     if text.startswith("selective"):
         known = ("core_attn", "layernorm", "moe_act", "mla_up_proj", "mlp", "gdn_norm_out")
         parts = {name for name in known if re.search(rf"\b{name}\b", text)}
+        if "mlp" in parts:
+            parts.add("mlp_act")
         if re.search(r"\bmoe\b", text):
             parts |= {"moe", "moe_act"}
         return Recompute("none", frozenset(parts or {"core_attn"}))
@@ -264,26 +275,31 @@ def job_for(row: Mapping[str, str], outline: Outline, degrees: Degrees) -> Job:
     if seq is None:
         raise Skip("no fixed sequence length")
     micro = int(number(row, "mbs") or 1)
-    if "torchtitan" in row["framework"] and degrees.pp > 1:
-        micro = 1  # the column is the local batch, which the pipeline divides
     batch = int(number(row, "gbs") or micro * degrees.data)
     is_lora = bool(row["lora"]) or "lora" in row["task"]
     shards_all = "FSDP" in row["shard"] or "FSDP" in row["framework"]
     text, precision = row["model"], row["precision"]
     mtp = bool(outline.mtp) and "w/o" not in text and "no MTP" not in text
-    routing = 1.0 if "natural" not in row["routing"] else 1.15
+    routing = BANDS["typical" if "natural" in row["routing"] else "balanced"]
+    if "ROCm" in row["framework"]:
+        routing = BANDS["worst"]  # an untrained router
+    if capacity := re.search(r"capacity (\d+)", row["routing"]):
+        routing = float(capacity.group(1))  # experts are padded to their capacity
     job = Job(
-        method="lora" if is_lora else "frozen" if "forward-only" in row["task"] else "full",
+        method="lora" if is_lora else "frozen" if "frozen" in row["task"] else "full",
         base_dtype="native" if precision.startswith("MXFP4 w") else "bf16",
         seq_len=int(seq), micro_batch=micro, global_batch=batch,
         adapters=adapters_for(outline, row["lora"]) if is_lora else None,
-        recompute=recompute_for(row["recompute"]), stack=FSDP if shards_all else MEGATRON,
+        recompute=recompute_for(row), stack=FSDP if shards_all else MEGATRON,
         optimizer="muon" if "muon" in row["optimizer"] + row["shard"] else "adam", routing=routing,
         precision=precision_for(precision), mtp=mtp,
         kernels="plain" if "KDA=eager" in row["framework"] else "fused",
         chunks=degree(row, "vpp") if row["vpp"] else 1,
         graphs="graph" in row["overlap_graphs"],
     )
+    if "Megatron-Bridge" in row["framework"]:
+        # Its recipes reduce gradients in bf16.
+        job = replace(job, stack=replace(job.stack, grad_bytes=2))
     if "fused linear CE" in row["shard"]:
         job = replace(job, stack=replace(job.stack, logit_bytes=0))
     if share := re.search(r"offload (\d+)%", row["optimizer"]):
@@ -355,6 +371,10 @@ def predict(row: Mapping[str, str], models: Mapping[str, object]) -> Case:
         memory = model.worst(layout)
     seconds = None
     if row["gbs"] and row["n_dev"]:
+        if "torchtitan" in row["framework"] and degrees.pp > 1:
+            # The column is the local batch, which the pipeline divides into sequences; its
+            # schedule holds all of them, so that memory is that of the whole.
+            job = replace(job, micro_batch=1)
         overlap = "ep-overlap" in row["overlap_graphs"]
         seconds = TimeModel(outline, job, cluster, exchange_overlap=overlap).step(layout).seconds
     found, reserved = measured_memory(row)

@@ -30,7 +30,7 @@ class Recompute:
     Args:
         layers: whole layers: all of them, none, or the first so many of each stage.
         selective: parts of the others: `core_attn`, `layernorm`, `moe_act`, `mla_up_proj`, `mlp`,
-            `moe`.
+            `mlp_act`, `moe`.
     """
 
     layers: Literal["all", "none"] | int = "all"

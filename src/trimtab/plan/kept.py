@@ -103,9 +103,14 @@ def _layer(layer: OutlineLayer, s: Shape, job: Job, residual: object) -> Iterato
 
 
 def _input(job: Job, name: str, size: float, leaves: tuple[str, ...], part: str = "") -> Iterator[Kept]:
-    """The input of projections, kept where one of them is trained."""
+    """The input of projections, kept where one of them is trained, in the precision of products."""
     if any(job.adapted(leaf) for leaf in leaves):
-        yield Kept(name, size, part)
+        yield Kept(name, size * _input_share(job), part)
+
+
+def _input_share(job: Job) -> float:
+    """Bytes of a kept input of a trained product over those of an activation."""
+    return 0.5 if job.precision != "bf16" and job.method == "full" else 1.0
 
 
 def _mixer(mixer: object, s: Shape, job: Job, d: float) -> Iterator[Kept]:
@@ -194,7 +199,7 @@ def _ffn(ffn: DenseSpec | MoESpec, s: Shape, job: Job, d: float) -> Iterator[Kep
     if isinstance(ffn, DenseSpec):
         leaves = ("dense_ffn/gate_proj", "dense_ffn/up_proj")
         yield from _input(job, "ffn norm output", d, leaves, "layernorm")
-        yield from _glu(ffn.intermediate_size / s.tp, job, "dense_ffn", "mlp", "mlp")
+        yield from _glu(ffn.intermediate_size / s.tp, job, "dense_ffn", "mlp", "mlp_act")
         return
     yield from _moe(ffn, s, job, d)
 
@@ -215,10 +220,10 @@ def _moe(m: MoESpec, s: Shape, job: Job, d: float) -> Iterator[Kept]:
     width = m.latent.size if m.latent is not None else None
     rows = _X * (width if width is not None else d * s.tp / _X)
     if job.adapted("routed_expert/gate_up"):
-        yield Kept("expert input", rows, "moe", routed=True)
+        yield Kept("expert input", rows * _input_share(job), "moe", routed=True)
     yield Kept("expert gate and up", _X * 2 * f, "moe", routed=True)
     if job.adapted("routed_expert/down"):
-        yield Kept("expert activated", _X * f, "moe_act", routed=True)
+        yield Kept("expert activated", _X * f * _input_share(job), "moe_act", routed=True)
     yield Kept("routing weights and order", 12, "moe", routed=True)
     if m.shared_intermediate_size:
         shared = m.shared_intermediate_size / s.tp

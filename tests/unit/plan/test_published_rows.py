@@ -1,0 +1,80 @@
+"""The benchmark over published runs: reading rows, the split, the figures, on rows written here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import planner
+from benchmarks.planner_rows import MODELS, Skip, cases, is_test, predict, read_rows
+
+COLUMNS = (
+    "id,group,task,model,hf_id,layers,hardware,n_dev,tp,pp,vpp,ep,etp,cp,dp,shard,mbs,gbs,seq,precision,"
+    "optimizer,recompute,dispatcher,overlap_graphs,routing,lora,step_time_s,tok_s_dev,tflops_dev,"
+    "mem_alloc,mem_reserved,mem_unit,mem_scope,outcome,framework,date,grade,source,notes"
+)
+DENSE = {
+    "id": "a", "group": "00", "task": "pretrain", "model": "Llama3-70B(truncated)",
+    "hf_id": "meta-llama/Meta-Llama-3-70B", "layers": "12", "hardware": "B200", "n_dev": "8",
+    "tp": "8", "pp": "1", "ep": "1", "cp": "1", "shard": "dist-opt", "mbs": "1", "gbs": "4",
+    "seq": "4096", "precision": "BF16", "recompute": "none", "step_time_s": "0.2809",
+    "mem_alloc": "28.286", "mem_unit": "GiB", "mem_scope": "max over 8 ranks", "outcome": "ok",
+    "framework": "Megatron-LM (SimuMax repro)",
+    "notes": "SimuMax predicted 255.7 ms (-8.97%), 28.17 GiB (-0.42%)",
+}
+
+
+def row(**values: str) -> dict[str, str]:
+    return dict.fromkeys(COLUMNS.split(","), "") | DENSE | values
+
+
+def written(tmp_path: Path, rows: list[dict[str, str]]) -> Path:
+    lines = ["# a legend", COLUMNS]
+    lines += [",".join(f'"{cell[key]}"' for key in COLUMNS.split(",")) for cell in rows]
+    path = tmp_path / "runs.csv"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def models() -> dict[str, object]:
+    loaded: dict[str, object] = json.loads(MODELS.read_text())
+    return loaded
+
+
+def test_a_row_is_predicted_in_the_counter_it_was_read_in(tmp_path: Path) -> None:
+    rows = read_rows(written(tmp_path, [row(), row(id="b", mem_alloc="", mem_reserved="29.12")]))
+    allocated, reserved = cases(rows, {})
+    assert planner.memory_error(allocated) == pytest.approx(0, abs=0.004)
+    assert reserved.is_reserved and planner.memory_error(reserved) == pytest.approx(0, abs=0.03)
+    assert planner.printed(allocated, "GiB") == -0.0042 and planner.printed(allocated, "ms") == -0.0897
+
+
+def test_rows_that_must_not_be_tuned_on_are_held_out() -> None:
+    for values in ({"lora": "r8"}, {"task": "lora"}, {"routing": "natural"}, {"framework": "ROCm Megatron-LM"}):
+        for group in ("00", "01", "02", "03"):
+            assert is_test(row(group=group, **values))
+    free = {is_test(row(group=f"{n:02x}")) for n in range(32)}
+    assert free == {True, False}
+
+
+def test_a_row_without_layout_length_or_model_is_left_out_with_the_reason() -> None:
+    for values, reason in (
+        ({"tp": "", "pp": "", "ep": ""}, "no layout"), ({"seq": "short"}, "sequence length"),
+        ({"hf_id": "", "model": "Nobody-1B"}, "configuration"), ({"hardware": "abacus"}, "preset"),
+        ({"tp": "3"}, "fit together"), ({"task": "inference-decode"}, "training step"),
+    ):
+        with pytest.raises(Skip, match=reason):
+            predict(row(**values), models())
+
+
+def test_the_report_prints_every_block(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [row(), row(id="l", lora="r8 all", task="lora", framework="ms-swift", mem_alloc="")]
+    path = written(tmp_path, rows)
+    monkeypatch.setattr("sys.argv", ["planner", str(path)])
+    assert planner.main() == 0
+    page = capsys.readouterr().out
+    assert "another table than the frozen one" in page
+    assert "SimuMax, as it printed" in page and "Megatron-LM's formula" in page and "LoRA" in page
