@@ -264,6 +264,17 @@ def test_wrong_arguments_are_named(name: str) -> None:
     assert caught.value.where == where
 
 
+@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("leaf", [0, 1, 2], ids=["queries", "latents", "shared part"])
+def test_nan_reaches_the_output_and_the_gradients(name: str, leaf: int) -> None:
+    case = draw([QUERY_BLOCK + 10])
+    case.leaves[leaf][3] = float("nan")
+    selection = some_keys(case.borders, 1.0)
+    out, *gradients = case.run(name, selection, torch.float32)
+    assert bool(out[3].isnan().all())
+    assert all(bool(g.isnan().any()) for g in gradients)
+
+
 def test_an_empty_pack_gives_nothing() -> None:
     case = draw([0])
     for name in ("tiles", "gather"):

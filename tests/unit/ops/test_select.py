@@ -91,6 +91,14 @@ def test_equal_scores_keep_the_lowest_positions() -> None:
     assert select_mask(scores, visible, 3).int().tolist() == [[0, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0]]
 
 
+@pytest.mark.parametrize("name", ["blocks", pytest.param("native", marks=needs_compiler)])
+def test_keys_whose_score_is_nan_are_kept(name: str) -> None:
+    q, k, w = torch.ones(60, 2, 3), torch.ones(60, 3), torch.ones(60, 2)
+    k[40] = float("nan")
+    found = rows(choose(name, q, k, w, tokens(4), 60))
+    assert all(row == [0, 1, 2, 40] for row in found[40:])
+
+
 @needs_compiler
 def test_native_scores_of_any_magnitude_and_sign_are_ordered() -> None:
     from trimtab.ops.attention import native

@@ -71,6 +71,9 @@ def select_mask(scores: Tensor, visible: Tensor, top_k: int) -> Tensor:
     if scores.shape[-1] <= top_k:
         return visible
     scores = scores.masked_fill(~visible, float("-inf"))
+    # NaN ranks highest: it must reach the output, not empty the selection.
+    infinity = float("inf")
+    scores.nan_to_num_(nan=infinity, posinf=infinity, neginf=-infinity)
     threshold = scores.topk(top_k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
     chosen = (scores >= threshold) & visible
     # More than top_k only where several share the lowest score; rare, so only those rows are redone.

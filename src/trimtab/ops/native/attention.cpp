@@ -43,10 +43,10 @@ inline Floats keep(Floats x, Ints mask) { return (Floats)((Ints)x & mask); }
 
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
-// exp(x) to about one unit in the last place; below -87 it is 0. With n = round(x / ln 2) and
+// exp(x) to about one unit in the last place; below -87 it is 0, NaN stays NaN. With n = round(x / ln 2) and
 // r = x - n ln 2, the series to r^7 leaves out less than 6e-9 of the value.
 inline Floats exponential(Floats x) {
-  const Floats limited = larger(x, all(-87.0f));
+  const Floats limited = x < -87.0f ? all(-87.0f) : x;
   const Floats shift = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const Floats shifted = limited * 1.44269504f + shift;
   const Floats n = shifted - shift;
@@ -59,7 +59,8 @@ inline Floats exponential(Floats x) {
   y = y * r + 1.0f;
   y = y * r + 1.0f;
   const Ints power = ((Ints)shifted << 23) + (Ints)y;  // times 2^n, in the exponent's bits
-  return keep((Floats)power, x > -87.0f);
+  const Floats found = keep((Floats)power, x > -87.0f);
+  return x == x ? found : x;
 }
 
 // Which of eight columns a row may use.
@@ -89,6 +90,17 @@ inline float sum_of(Floats x) {
   return ((x[0] + x[4]) + (x[1] + x[5])) + ((x[2] + x[6]) + (x[3] + x[7]));
 }
 
+bool has_nan(const float* s, int64_t width, Mask mask) {
+  Ints found = {};
+  for (int64_t j = 0; j < width; j += kLanes) {
+    const Floats x = load(s + j, width - j);
+    found |= (x != x) & mask.at(j);
+  }
+  for (int lane = 0; lane < kLanes; ++lane)
+    if (found[lane]) return true;
+  return false;
+}
+
 void softmax_row(float* s, int64_t width, Mask mask, float* lse, float* weight) {
   Floats top = all(kLowest);
   for (int64_t j = 0; j < width; j += kLanes) {
@@ -97,10 +109,13 @@ void softmax_row(float* s, int64_t width, Mask mask, float* lse, float* weight) 
   }
   float most = kLowest;
   for (int lane = 0; lane < kLanes; ++lane) most = top[lane] > most ? top[lane] : most;
-  if (most == kLowest) {  // nothing may be used
-    std::memset(s, 0, 4 * width);
-    *lse = *weight = 0;
-    return;
+  if (most == kLowest) {
+    if (!has_nan(s, width, mask)) {  // nothing may be used
+      std::memset(s, 0, 4 * width);
+      *lse = *weight = 0;
+      return;
+    }
+    most = 0;  // NaN is not greater than anything; it must reach the output all the same
   }
   double total = 0;
   constexpr int64_t kStretch = 64 * kLanes;  // summed in float before it joins the total
@@ -125,9 +140,9 @@ void probabilities_row(float* s, int64_t width, Mask mask, float lse) {
   }
 }
 
-// Larger floats get larger keys; both zeros get the same.
+// Larger floats get larger keys; both zeros get the same, NaN that of infinity.
 inline uint32_t order_key(float x) {
-  const float plain = x + 0.0f;
+  const float plain = x == x ? x + 0.0f : std::numeric_limits<float>::infinity();
   uint32_t u;
   std::memcpy(&u, &plain, 4);
   return u ^ (uint32_t(int32_t(u) >> 31) | 0x80000000u);
@@ -187,7 +202,7 @@ void attention_add_relu(
     const float w = weights[r * weight_stride];
     float* s = scores + r * width;
     const float* p = products + r * width;
-    for (int64_t j = 0; j < width; ++j) s[j] += w * (p[j] > 0 ? p[j] : 0.0f);
+    for (int64_t j = 0; j < width; ++j) s[j] += w * (p[j] < 0 ? 0.0f : p[j]);
   }
 }
 
