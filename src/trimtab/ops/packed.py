@@ -64,15 +64,8 @@ def _decode(
     values: Tensor, scale: Tensor, kind: str, height: int, width: int, out: Tensor
 ) -> None:
     rows, columns = out.shape
-    tensors: tuple[Tensor, ...] = (values, scale, out)
-    if kind == "mxfp4":
-        sizes = [rows, columns]
-    elif kind == "int4":
-        sizes = [rows, columns, width]
-    else:
-        table = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(out.dtype)
-        tensors, sizes = (values, scale, table, out), [rows, columns, height, width]
-    _call(f"{kind}_decode", tensors, sizes)
+    blocks = {"mxfp4": [], "int4": [width], "fp8": [height, width]}[kind]
+    _call(f"{kind}_decode", (values, scale, out), [rows, columns, *blocks])
 
 
 _decode_op = torch.library.custom_op("trimtab::packed_decode", _decode, mutates_args=("out",))

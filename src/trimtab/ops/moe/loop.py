@@ -97,6 +97,7 @@ class ExpertLoop:
         self.x_rows, self.pre = new(rows, d), new(rows, 2 * inner)
         self.h, self.y = new(rows, inner), new(rows, d)
         self.matrices = (new(2 * inner, d), new(d, inner)) if self._reads_through() else (None, None)
+        self.held: list[tuple[int, Tensor | None]] = [(-1, None), (-1, None)]
         self.pairs = tuple(
             None if pair is None else _Pair(pair, self.dtype)
             for pair in (call.lora_gate_up, call.lora_down)
@@ -161,8 +162,12 @@ class ExpertLoop:
             begin += count
 
     def _matrix(self, which: int, expert: int) -> Tensor:
-        source = self.call.gate_up if which == 0 else self.call.down
-        return source.matrix(expert, self.dtype, self.matrices[which])
+        held, matrix = self.held[which]
+        if matrix is None or held != expert:  # reading a packed one again costs as much as at first
+            source = self.call.gate_up if which == 0 else self.call.down
+            matrix = source.matrix(expert, self.dtype, self.matrices[which])
+            self.held[which] = (expert, matrix)
+        return matrix
 
     def _gather(self, x: Tensor, block: _Block, into: Tensor) -> Tensor:
         return self.k.gather(x, block.tokens, into[: len(block.tokens)])

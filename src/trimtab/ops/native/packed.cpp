@@ -65,17 +65,36 @@ void unpack(const uint8_t *packed, int64_t columns, const float *table, float sc
     }
 }
 
-// out[i] = table[value i] * scale.
-void lookup(const uint8_t *values, int64_t count, const float *table, float scale, float *out) {
+// E4M3 to float: exponent and mantissa move into place; below the smallest normal number the leading
+// one that this adds is taken away again.
+float e4m3(uint8_t code) {
+    const uint32_t magnitude = code & 0x7F, bits = (magnitude << 20) + (120u << 23);
+    float value = magnitude < 8 ? from_bits(bits + (1u << 23)) - 0x1p-6f : from_bits(bits);
+    if (magnitude == 0x7F) value = NAN;
+    return code & 0x80 ? -value : value;
+}
+
+// out[i] = E4M3 value i * scale.
+void unpack_fp8(const uint8_t *values, int64_t count, float scale, float *out) {
     int64_t i = 0;
 #ifdef __AVX2__
-    const __m256 factor = _mm256_set1_ps(scale);
+    const __m256 factor = _mm256_set1_ps(scale), one = _mm256_set1_ps(0x1p-6f);
+    const __m256i low = _mm256_set1_epi32(0x7F), bias = _mm256_set1_epi32(120 << 23);
+    const __m256i step = _mm256_set1_epi32(1 << 23), normal = _mm256_set1_epi32(8);
     for (; i + 8 <= count; i += 8) {
         const __m256i code = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(values + i)));
-        _mm256_storeu_ps(out + i, _mm256_mul_ps(_mm256_i32gather_ps(table, code, 4), factor));
+        const __m256i magnitude = _mm256_and_si256(code, low);
+        const __m256i bits = _mm256_add_epi32(_mm256_slli_epi32(magnitude, 20), bias);
+        const __m256 tiny = _mm256_sub_ps(_mm256_castsi256_ps(_mm256_add_epi32(bits, step)), one);
+        __m256 value = _mm256_blendv_ps(_mm256_castsi256_ps(bits), tiny,
+                                        _mm256_castsi256_ps(_mm256_cmpgt_epi32(normal, magnitude)));
+        const __m256i sign = _mm256_slli_epi32(_mm256_srli_epi32(code, 7), 31);
+        const __m256i rest = _mm256_or_si256(sign, _mm256_cmpeq_epi32(magnitude, low));
+        value = _mm256_or_ps(value, _mm256_castsi256_ps(rest));
+        _mm256_storeu_ps(out + i, _mm256_mul_ps(value, factor));
     }
 #endif
-    for (; i < count; ++i) out[i] = table[values[i]] * scale;
+    for (; i < count; ++i) out[i] = e4m3(values[i]) * scale;
 }
 
 // Smallest e with largest <= 6 * 2^e, within what a scale byte can say.
@@ -162,8 +181,8 @@ void int4_decode(const uint8_t *packed, const uint16_t *scale, float *out, int64
 }
 
 // values [rows, columns] E4M3, scale [ceil(rows/height), ceil(columns/width)] -> out.
-void fp8_decode(const uint8_t *values, const float *scale, const float *table, float *out,
-                int64_t rows, int64_t columns, int64_t height, int64_t width, int threads) {
+void fp8_decode(const uint8_t *values, const float *scale, float *out, int64_t rows,
+                int64_t columns, int64_t height, int64_t width, int threads) {
     const int64_t across = (columns + width - 1) / width;
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t row = 0; row < rows; ++row)
@@ -171,7 +190,7 @@ void fp8_decode(const uint8_t *values, const float *scale, const float *table, f
             const int64_t begin = row * columns + block * width;
             const int64_t left = columns - block * width, count = left < width ? left : width;
             const float factor = scale[row / height * across + block];
-            lookup(values + begin, count, table, factor, out + begin);
+            unpack_fp8(values + begin, count, factor, out + begin);
         }
 }
 
