@@ -23,6 +23,7 @@ from trimtab.models.context import DropoutKey, ForwardContext
 from trimtab.models.decoder import CausalLM
 from trimtab.models.tape import ChoiceTape
 from trimtab.train.batch import MicroBatch, micro_batches, on_device
+from trimtab.train.nan_guard import first_fault
 from trimtab.train.plan import BatchPlan
 from trimtab.train.router_load import RouterLoad
 
@@ -61,6 +62,7 @@ class StepResult:
         skipped: True where a number was not finite and the update was left out.
         loss_by_role: mean over the supervised tokens of each kind of source.
         grad_norm_by_branch: norms before clipping; their squares add to that of `grad_norm`.
+        fault: of a skipped step, where the first number that is not finite arose.
     """
 
     loss: float
@@ -69,6 +71,7 @@ class StepResult:
     skipped: bool
     loss_by_role: dict[str, float]
     grad_norm_by_branch: dict[str, float]
+    fault: str | None = None
 
 
 def train_step(
@@ -112,15 +115,35 @@ def train_step(
     by_branch = norm_by_branch(parameters, options.branches)
     grad_norm = clip_gradients(parameters, options.max_grad_norm)
     finite = math.isfinite(loss) and math.isfinite(grad_norm)
-    if not finite and options.on_nan == "error":
-        raise RunError(
-            "TT602", f"step {step + 1}", f"loss {loss}, gradient norm {grad_norm}",
-            hint="lower finetune.optimizer.lr, or set finetune.on_nan: skip to leave such steps out",
-        )
+    fault = None
+    if not finite:
+        fault = _first_fault(model, packs, parameters, step, options)
+        if options.on_nan == "error":
+            raise RunError(
+                "TT602", f"step {step + 1}", f"loss {loss}, gradient norm {grad_norm}; the first "
+                f"number that is not finite: {fault}",
+                hint="lower finetune.optimizer.lr, set compute_dtype: fp32, or set finetune.on_nan: "
+                "skip to leave such steps out",
+            )
     if finite:
         optimizer.step()
     by_role = {role: total / max(1, tokens[role]) for role, total in sums.items()}
-    return StepResult(loss, grad_norm, supervised, not finite, by_role, by_branch)
+    return StepResult(loss, grad_norm, supervised, not finite, by_role, by_branch, fault)
+
+
+def _first_fault(
+    model: CausalLM, packs: Sequence[Pack], parameters: Sequence[Parameter], step: int,
+    options: StepOptions,
+) -> str:
+    """Where the first number that is not finite arises in this step, in words."""
+
+    def again() -> None:
+        for batch in micro_batches(packs, options.plan):
+            for total, _ in loss_sums(model, batch, step, options, None).values():
+                if total.requires_grad:
+                    total.backward(retain_graph=True)
+
+    return first_fault(model, parameters, again)
 
 
 def clip_gradients(parameters: Iterable[Parameter], max_norm: float | None) -> float:

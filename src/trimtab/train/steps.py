@@ -123,7 +123,9 @@ class _Steps:
         load = RouterLoad()
         result = train_step(job.model, packs, list(job.parameters.values()), job.optimizer,
                             step=self.step, options=job.options, load=load)
-        if not result.skipped:
+        if result.skipped:
+            self.say.say(f"warning: step {self.step + 1} is left out: {result.fault}")
+        else:
             saw_images = any(pack.images for pack in packs)
             for line in self._reach.after_step(self.step, saw_images=saw_images):
                 self.say.say(line)
