@@ -11,6 +11,7 @@ from trimtab.ops.checks import check_shape, require
 from trimtab.ops.fused.attn_res import fused_attn_res_mix, workspace_bytes
 from trimtab.ops.precision import island_dtype
 from trimtab.ops.registry import Implementation, OpCase, Operator
+from trimtab.ops.triton import support as triton
 
 
 def attn_res_mix(rows: Sequence[Tensor], query: Tensor, eps: float) -> Tensor:
@@ -42,6 +43,12 @@ def attn_res_mix(rows: Sequence[Tensor], query: Tensor, eps: float) -> Tensor:
     return out.to(rows[0].dtype)
 
 
+def _triton(rows: Sequence[Tensor], query: Tensor, eps: float) -> Tensor:
+    from trimtab.ops.triton.attn_res import attn_res_mix_triton
+
+    return attn_res_mix_triton(rows, query, eps)
+
+
 def attn_res_case(rows: Sequence[Tensor], query: Tensor, eps: float) -> OpCase:
     """The case of a call, after its arguments were checked.
 
@@ -64,6 +71,7 @@ def attn_res_case(rows: Sequence[Tensor], query: Tensor, eps: float) -> OpCase:
 ATTN_RES: Operator[[Sequence[Tensor], Tensor, float], Tensor] = Operator(
     "attn_res", attn_res_case,
     (
+        Implementation("triton", _triton, triton.supports),
         Implementation(
             "one_pass", fused_attn_res_mix, workspace_bytes=lambda case: workspace_bytes(case.shapes)
         ),

@@ -49,6 +49,8 @@ TOLERANCES: dict[str, Tolerance] = {
     "experts.float64": Tolerance(1e-12, 2e-15),
     "experts.float32": Tolerance(1e-5, 1.1e-6),
     "cross_entropy.float64": Tolerance(1e-12, 4e-15),
+    # CUDA kernels in float32 against float64, in the interpreter; gates of -60 among them.
+    "triton.float32": Tolerance(2e-5, 2e-6),
     # Products with a weight that is upcast in blocks.
     "linear.float64": Tolerance(1e-12, 1e-15),
     # Residual strategies and gated activations in one pass against their equations.

@@ -24,6 +24,7 @@ from trimtab.ops.attention.selection import Selection
 from trimtab.ops.attention.tiles import BUFFER_ELEMENTS, tiled_attention
 from trimtab.ops.checks import check_floating, check_shape, require
 from trimtab.ops.registry import Implementation, OpCase, Operator
+from trimtab.ops.triton import support as triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,19 @@ def _gather(
     return gathered_attention(q, keys.latent, keys.shared, weight, scale, selection)
 
 
+def _triton(
+    q: Tensor, keys: LatentKeys, scale: float, borders: PackBorders, selection: Selection | None
+) -> Tensor:
+    from trimtab.ops.triton.attention import attention_triton
+
+    assert keys.weight is not None and selection is not None, "supports() asks for both"
+    return attention_triton(q, keys.latent, keys.shared, keys.weight(), scale, selection)
+
+
+def _triton_supports(case: OpCase) -> str | None:
+    return triton.supports(case) or _can_gather(case)
+
+
 def _can_gather(case: OpCase) -> str | None:
     if not case.shapes["S"]:
         return "every visible key is used"
@@ -123,6 +137,7 @@ def _gather_bytes(case: OpCase) -> int:
 ATTENTION: Operator[..., Tensor] = Operator(
     "attention", _attention_case,
     (
+        Implementation("triton", _triton, _triton_supports, slower=tiles_are_faster),
         Implementation("gather", _gather, _can_gather, _gather_bytes, slower=tiles_are_faster),
         Implementation("native", partial(_tiles, use_native=True), native.supports, _tile_bytes),
         Implementation("tiles", partial(_tiles, use_native=False), workspace_bytes=_tile_bytes),

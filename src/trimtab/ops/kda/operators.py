@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from trimtab.ops.checks import check_floating, check_shape, require
@@ -10,6 +12,7 @@ from trimtab.ops.kda import chunk, mixer, native
 from trimtab.ops.kda.reference import kda_reference
 from trimtab.ops.norm import gated_rms_norm, l2_norm
 from trimtab.ops.registry import Implementation, OpCase, Operator
+from trimtab.ops.triton import support as triton
 
 KDAResult = tuple[Tensor, Tensor | None]
 
@@ -40,6 +43,18 @@ def _kda_case(q: Tensor, k: Tensor, v: Tensor, *args: object, **kwargs: object) 
     return OpCase(q.device.type, q.dtype, {"B": b, "T": t, "H": h, "K": key, "V": v.shape[-1]})
 
 
+def _kda_fla(*args: Any, **kwargs: Any) -> KDAResult:
+    from trimtab.ops.triton.fla import kda_fla
+
+    return kda_fla(*args, **kwargs)
+
+
+def _kda_triton(*args: Any, **kwargs: Any) -> KDAResult:
+    from trimtab.ops.triton.kda import kda_triton
+
+    return kda_triton(*args, **kwargs)
+
+
 def _conv_case(x: Tensor, weight: Tensor, positions: Tensor, head: int, normed: bool) -> OpCase:
     del normed
     check_shape("conv_silu.x", x, "T P")
@@ -65,6 +80,8 @@ def _norm_case(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> OpCase:
 KDA: Operator[..., KDAResult] = Operator(
     "kda", _kda_case,
     (
+        Implementation("fla", _kda_fla, triton.supports_fla),
+        Implementation("triton", _kda_triton, triton.supports),
         Implementation("native", native.kda_native, native.supports, native.workspace_bytes),
         Implementation("chunk", chunk.kda_chunk, workspace_bytes=chunk.workspace_bytes),
         Implementation("reference", kda_reference),

@@ -24,6 +24,7 @@ from trimtab.ops.moe.reference import experts_reference
 from trimtab.ops.moe.stored import from_key
 from trimtab.ops.native.library import unavailable
 from trimtab.ops.registry import Implementation, OpCase, Operator
+from trimtab.ops.triton import support as triton
 
 
 def experts_grouped(call: ExpertCall) -> Tensor:
@@ -52,7 +53,32 @@ def experts_case(call: ExpertCall) -> OpCase:
         "T": t, "D": d, "E": call.num_experts, "A": call.ids.shape[1], "F": call.width,
         "r": rank,
     }
+    if _plain_mxfp4(call):
+        shapes["mxfp4"] = 1
     return OpCase(call.x.device.type, call.x.dtype, shapes)
+
+
+def _plain_mxfp4(call: ExpertCall) -> bool:
+    """MXFP4 matrices, adapters per expert with one A for gate and up, no dropout."""
+    pairs = [pair for pair in (call.lora_gate_up, call.lora_down) if pair is not None]
+    packed = all(m.key.startswith("mxfp4:") for m in (call.gate_up, call.down))
+    plain = all(p.layout == "per_expert" and p.rate == 0 and p.A.ndim == 3 for p in pairs)
+    return packed and plain
+
+
+def _triton(call: ExpertCall) -> Tensor:
+    from trimtab.ops.triton.experts import experts_triton
+
+    return experts_triton(call)
+
+
+def supports_triton(case: OpCase) -> str | None:
+    """Why the grouped MXFP4 products cannot run a case."""
+    if reason := triton.supports(case):
+        return reason
+    if "mxfp4" not in case.shapes:
+        return "takes MXFP4 matrices, and adapters per expert without dropout"
+    return None
 
 
 def supports_native(case: OpCase) -> str | None:
@@ -241,6 +267,7 @@ def _backward_flops(
 EXPERTS: Operator[[ExpertCall], Tensor] = Operator(
     "experts", experts_case,
     (
+        Implementation("triton", _triton, supports_triton),
         Implementation("native", experts_native, supports_native, experts_workspace_bytes),
         Implementation("grouped", experts_grouped, workspace_bytes=experts_workspace_bytes),
         Implementation("reference", experts_reference),
