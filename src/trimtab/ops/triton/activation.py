@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trimtab.arch.spec import ActivationSpec
+from trimtab.ops.custom import custom_op
 
 _BLOCK = 1024
 
@@ -60,7 +61,7 @@ def situ_triton(spec: ActivationSpec, gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-@torch.library.custom_op("trimtab::situ_triton_fwd", mutates_args=())
+@custom_op("trimtab::situ_triton_fwd")
 def situ_triton_fwd(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
     """SiTU in the dtype of gate."""
     gate, up = gate.contiguous(), up.contiguous()
@@ -73,7 +74,7 @@ def situ_triton_fwd(gate: Tensor, up: Tensor, beta: float, linear_beta: float | 
     return out
 
 
-@torch.library.custom_op("trimtab::situ_triton_bwd", mutates_args=())
+@custom_op("trimtab::situ_triton_bwd")
 def situ_triton_bwd(
     grad: Tensor, gate: Tensor, up: Tensor, beta: float, linear_beta: float | None
 ) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trimtab.ops.custom import custom_op
 from trimtab.ops.triton.common import product
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def _backward_kernel(
     tl.store(where, dr.to(d_up.dtype.element_ty), mask=exists)
 
 
-@torch.library.custom_op("trimtab::attention_triton_fwd", mutates_args=())
+@custom_op("trimtab::attention_triton_fwd")
 def attention_triton_fwd(
     u: Tensor, up: Tensor, latent: Tensor, shared: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -151,7 +152,7 @@ def attention_triton_fwd(
     return mixed, lse
 
 
-@torch.library.custom_op("trimtab::attention_triton_bwd", mutates_args=())
+@custom_op("trimtab::attention_triton_bwd")
 def attention_triton_bwd(
     grad: Tensor, u: Tensor, up: Tensor, latent: Tensor, shared: Tensor, positions: Tensor,
     mixed: Tensor, lse: Tensor,

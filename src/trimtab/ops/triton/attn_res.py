@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trimtab.ops.custom import custom_op
+
 
 @triton.jit
 def _row(addresses, j, t, D, at, like):
@@ -82,7 +84,7 @@ def attn_res_mix_triton(rows: Sequence[Tensor], query: Tensor, eps: float) -> Te
     return out
 
 
-@torch.library.custom_op("trimtab::attn_res_triton_fwd", mutates_args=())
+@custom_op("trimtab::attn_res_triton_fwd")
 def attn_res_triton_fwd(rows: Sequence[Tensor], query: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The mix [T, D], and [2m+1, T] in float32: scores, 1/rms and the logsumexp of the scores."""
     tokens, width = rows[0].shape
@@ -96,7 +98,7 @@ def attn_res_triton_fwd(rows: Sequence[Tensor], query: Tensor, eps: float) -> tu
     return out, stats
 
 
-@torch.library.custom_op("trimtab::attn_res_triton_bwd", mutates_args=())
+@custom_op("trimtab::attn_res_triton_bwd")
 def attn_res_triton_bwd(
     grad: Tensor, rows: Sequence[Tensor], query: Tensor, stats: Tensor, need_query: bool
 ) -> tuple[list[Tensor], Tensor]:

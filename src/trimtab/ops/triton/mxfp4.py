@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trimtab.ops.custom import custom_op
 from trimtab.ops.triton.common import product
 
 _ROWS = 16
@@ -120,7 +121,7 @@ def _backward_kernel(
     tl.store(where + 1, odd.to(dx.dtype.element_ty), mask=inside)
 
 
-@torch.library.custom_op("trimtab::mxfp4_grouped_fwd", mutates_args=())
+@custom_op("trimtab::mxfp4_grouped_fwd")
 def mxfp4_grouped_fwd(
     x: Tensor, packed: Tensor, scale: Tensor, A: Tensor, B: Tensor, counts: Sequence[int],
     scaling: float,
@@ -148,7 +149,7 @@ def mxfp4_grouped_fwd(
     return y
 
 
-@torch.library.custom_op("trimtab::mxfp4_grouped_bwd", mutates_args=())
+@custom_op("trimtab::mxfp4_grouped_bwd")
 def mxfp4_grouped_bwd(
     dy: Tensor, x: Tensor, packed: Tensor, scale: Tensor, A: Tensor, B: Tensor,
     counts: Sequence[int], scaling: float,
