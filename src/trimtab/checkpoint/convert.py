@@ -30,7 +30,7 @@ from trimtab.checkpoint.manifest import (
     remove_unfinished,
     versions,
 )
-from trimtab.checkpoint.marker import MARKER_NAME
+from trimtab.checkpoint.marker import MARKER_NAME, is_begun_or_empty
 from trimtab.checkpoint.moves import PlannedTensor, RawMove
 from trimtab.checkpoint.output import WORK, LocalOutput, Output, record_name
 from trimtab.checkpoint.planned import BaseDtype, plan_tensors, written_arch
@@ -220,7 +220,7 @@ def _cut_files(name: str, tensors: Sequence[PlannedTensor]) -> list[FilePlan]:
 def _is_complete(plan: Plan, output: Output) -> bool:
     """Whether this very conversion is finished; refuses an output that holds anything else."""
     names = output.names()
-    if MARKER_NAME in names or not names:
+    if is_begun_or_empty(names):
         return False
     if MANIFEST_NAME in names and output.read(LAYOUT_NAME) == plan.small[LAYOUT_NAME]:
         output.close()

@@ -23,7 +23,7 @@ from typing import IO
 
 from trimtab.arch.params import inventory
 from trimtab.arch.spec import ArchSpec
-from trimtab.checkpoint.marker import MARKER_NAME, refuse_incomplete
+from trimtab.checkpoint.marker import MARKER_NAME, is_begun_or_empty, refuse_incomplete
 from trimtab.errors import ArchError, CheckpointError, TrimtabError
 from trimtab.units import format_bytes
 from trimtab.verdict import Verdict
@@ -176,7 +176,7 @@ def check_output(dst: str | Path) -> None:
     path = Path(dst)
     if not path.exists():
         return
-    if path.is_dir() and ((path / MARKER_NAME).exists() or not any(path.iterdir())):
+    if path.is_dir() and is_begun_or_empty(item.name for item in path.iterdir()):
         return
     raise CheckpointError("TT309", str(path), "already holds something",
                           hint="choose another directory or remove that one")
@@ -309,6 +309,7 @@ def remove_unfinished(directory: Path) -> None:
     for name in marker.read_text().splitlines():
         path = directory / name
         path.unlink(missing_ok=True)
+        path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)
         if path.parent != directory and path.parent.is_dir() and not any(path.parent.iterdir()):
             path.parent.rmdir()
     (directory / MANIFEST_NAME).unlink(missing_ok=True)

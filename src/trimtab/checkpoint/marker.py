@@ -6,11 +6,22 @@ is written (see `manifest`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from trimtab.errors import CheckpointError
 
 MARKER_NAME = ".trimtab-incomplete"
+
+
+def is_begun_or_empty(names: Iterable[str]) -> bool:
+    """Whether these names of a directory are those of nothing, or of what a writer of ours left.
+
+    A writer that is killed while it writes the marker leaves no more than the marker's temporary
+    file.
+    """
+    found = set(names)
+    return MARKER_NAME in found or found <= {f"{MARKER_NAME}.tmp"}
 
 
 def refuse_incomplete(directory: Path) -> None:

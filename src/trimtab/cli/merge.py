@@ -73,4 +73,7 @@ def _lines(report: MergeReport) -> list[str]:
         f"largest {error.largest:.2g}, {error.share_of_change:.1%} of the change lost"
         for error in report.copied.errors
     ]
+    if lines[1:] and not all(verdict.passed for verdict in report.verdicts):
+        lines.append("quantising again loses too much: --dtype bf16 keeps the change; --max-logits-error "
+                     "and --max-lost accept the loss")
     return lines

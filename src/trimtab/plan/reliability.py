@@ -32,7 +32,7 @@ def daly_interval(blocking: float, between_failures: float) -> float:
         between_failures: mean seconds between failures.
 
     >>> round(daly_interval(400.0, 8.3 * 86400) / 3600, 1)
-    6.5
+    6.6
     """
     if blocking >= 2 * between_failures:
         return between_failures

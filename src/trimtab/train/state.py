@@ -89,7 +89,7 @@ def newest_state(checkpoints: Path) -> Path | None:
     for path in checkpoints.iterdir():
         unfinished = path.name.startswith(_PREFIX) and (path / MARKER_NAME).exists()
         if path.name.startswith(_REMOVING) or unfinished:
-            shutil.rmtree(path)
+            _remove(path)
     whole = _whole_states(checkpoints)
     return whole[0] if whole else None
 
@@ -156,7 +156,10 @@ def _is_whole(path: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    # Renamed first, so that a kill in between leaves nothing that looks like a whole state.
+    # Renamed first, so that a kill in between leaves nothing that looks like a state.
+    if path.name.startswith(_REMOVING):
+        shutil.rmtree(path)
+        return
     doomed = path.with_name(f"{_REMOVING}{path.name}")
     path.rename(doomed)
     shutil.rmtree(doomed)

@@ -67,6 +67,26 @@ def test_crash_leaves_a_marker_and_the_next_run_succeeds(tmp_path: Path) -> None
     assert not (dst / MARKER_NAME).exists()
 
 
+def test_a_kill_while_the_marker_is_written_leaves_a_directory_to_write_to(tmp_path: Path) -> None:
+    dst = tmp_path / "d"
+    dst.mkdir()
+    (dst / f"{MARKER_NAME}.tmp").touch()
+    _write(dst)
+    assert all(v.passed for v in verify_files(dst))
+    assert not list(dst.glob("*.tmp")) and not (dst / MARKER_NAME).exists()
+
+
+def test_a_kill_while_a_file_is_written_leaves_nothing_behind_after_the_next_run(tmp_path: Path) -> None:
+    dst = tmp_path / "d"
+    with pytest.raises(RuntimeError):
+        _write(dst, RuntimeError("killed"))
+    name = next(p.name for p in dst.iterdir() if p.name != MARKER_NAME)
+    (dst / f"{name}.tmp").write_bytes(b"half")
+    with write_artefact(dst, "test") as out:
+        out.write("z.bin", b"1")
+    assert sorted(p.name for p in dst.iterdir()) == [MANIFEST_NAME, "z.bin"]
+
+
 def test_restart_removes_only_its_own_files(tmp_path: Path) -> None:
     dst = tmp_path / "d"
     with pytest.raises(RuntimeError):

@@ -62,9 +62,9 @@ evaluate:
 
     merged = tmp_path / "merged"
     command = ["merge", str(model), str(adapter), "--out", str(merged)]
-    if preset.startswith("deepseek"):  # FP8 matrices cannot take an adapter without loss
-        assert run(command) == 2
-        assert "[TT503]" in (error := capsys.readouterr().err) and "--dtype bf16" in error
+    if preset.startswith("deepseek"):  # so small a change is lost in FP8's rounding
+        assert run(command) == 1
+        assert "FAIL" in (said := capsys.readouterr().out) and "--dtype bf16" in said
         command += ["--dtype", "bf16"]
     assert run(command) == 0
     capsys.readouterr()

@@ -68,7 +68,7 @@ def outcome(*, steps: int = 20, words: float = 0.6, read: float = 0.85) -> Outco
             Step("Base against adapter", ("trimtab evaluate runs/demo/recipe.yaml",), (),
                  tuple(verdict for promise in found for verdict in promise.verdicts), 12.0),
         ),
-        training=RunResult("runs/demo/run", "runs/demo/run/adapter", steps, 0, False, 3.4, 0.4,
+        training=RunResult("runs/demo/run", "runs/demo/run/adapter", steps, 0, False, False, 3.4, 0.4,
                            4096.0, 20.0, 0.9, 400_384, 0.15, ()),
         tokens_per_second=4096.0, before=before, after=after, promises=found,
         answers=(Answers("lemma: geese", "goose", "", "goose"),

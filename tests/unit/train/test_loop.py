@@ -120,7 +120,7 @@ def test_the_directory_of_another_run_is_refused(
     tmp_path: Path, checkpoint: Path, whole: Path
 ) -> None:
     other = recipe_for(tmp_path, checkpoint, f"output={whole}", "seed=3")
-    with pytest.raises(RunError, match=r"TT601.*seed is 3, the run has 17"):
+    with pytest.raises(RunError, match=r"(?s)TT601.*seed is 3, the run has 17"):
         finetune(other, SilentReporter())
     stranger = tmp_path / "run"
     stranger.mkdir()
