@@ -47,25 +47,27 @@ Progress = Callable[[str, int, int], None]
 # Above this size an owner's tensors are cut into several files.
 LARGEST_FILE = 32 * 2**30
 _RESERVE = 64 * 2**20
-_DOCUMENT = f"{WORK}/{LAYOUT_NAME}"
+_DOCUMENT = f"{WORK}/document.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A conversion, before its first byte.
+    """A directory to be made from a checkpoint, before its first byte.
 
     Args:
         source: the checkpoint.
         files: weight files in the order of their owners.
-        small: further files, whole; config.json and the layout document among them.
-        fingerprint: of the source.
+        small: further files, whole.
+        document: what tells this directory from any other that might be made; JSON.
+        made_by: the verb.
         inventory: hash of the inventory that is written.
     """
 
     source: Source
     files: tuple[FilePlan, ...]
     small: dict[str, bytes]
-    fingerprint: str
+    document: bytes
+    made_by: str
     inventory: str
 
     @property
@@ -136,15 +138,17 @@ def plan_conversion(source: Source, layout: Layout, base_dtype: BaseDtype = "nat
         "source_fingerprint": source.fingerprint(), "trimtab": versions()["trimtab"],
     }
     small = companion_files(source)
-    if base_dtype == "native" and (released := released_document(source)) is not None:
-        small[RELEASED_NAME] = released
     is_cast = base_dtype != "native"
-    small["config.json"] = _json(config) if is_cast else source.read_file("config.json")
-    small[LAYOUT_NAME] = _json(document)
-    return Plan(source, tuple(files), small, source.fingerprint(), inventory_hash(written))
+    if not is_cast and (released := released_document(source)) is not None:
+        small[RELEASED_NAME] = released
+    small["config.json"] = as_json(config) if is_cast else source.read_file("config.json")
+    small[LAYOUT_NAME] = as_json(document)
+    return Plan(
+        source, tuple(files), small, small[LAYOUT_NAME], "convert", inventory_hash(written)
+    )
 
 
-def convert(
+def write_plan(
     plan: Plan, output: Output, *, memory: int, workers: int = 4, part: tuple[int, int] = (1, 1),
     progress: Progress | None = None, keep_every: int = 2**28,
 ) -> Report:
@@ -222,7 +226,8 @@ def _is_complete(plan: Plan, output: Output) -> bool:
     names = output.names()
     if is_begun_or_empty(names):
         return False
-    if MANIFEST_NAME in names and output.read(LAYOUT_NAME) == plan.small[LAYOUT_NAME]:
+    manifest = output.read(MANIFEST_NAME) if MANIFEST_NAME in names else None
+    if manifest is not None and json.loads(manifest)["extra"] == _extra(plan):
         output.close()
         return True
     raise CheckpointError("TT309", output.where, "already holds something",
@@ -235,7 +240,7 @@ def _is_written(output: Output, file: FilePlan) -> bool:
 
 def _begin(plan: Plan, output: Output) -> None:
     """Mark the output, or check that what was begun there is this conversion."""
-    document = plan.small[LAYOUT_NAME]
+    document = plan.document
     begun = output.read(_DOCUMENT)
     if begun is None:
         if isinstance(output, LocalOutput):
@@ -253,7 +258,7 @@ def _begin(plan: Plan, output: Output) -> None:
 
 def _remember_source(plan: Plan, output: Output, part: tuple[int, int]) -> None:
     """Note the state of the source's files, or compare it with what was noted."""
-    states = _json({file: plan.source.state(file) for file in plan.source.files()})
+    states = as_json({file: plan.source.state(file) for file in plan.source.files()})
     name = f"{WORK}/{_part_name(part)}.source.json"
     if (earlier := output.read(name)) is None:
         output.put(name, states)
@@ -306,13 +311,21 @@ def _finish(plan: Plan, output: Output) -> bool:
     for name, data in plan.small.items():
         output.put(name, data)
         records[name] = FileRecord(len(data), hashlib.sha256(data).hexdigest())
-    manifest = Manifest("checkpoint", records, plan.fingerprint, plan.inventory, versions(),
-                        {"made_by": "convert"})
+    fingerprint = json.loads(plan.document)["source_fingerprint"]
+    manifest = Manifest(
+        "checkpoint", records, fingerprint, plan.inventory, versions(), _extra(plan)
+    )
     output.put(MANIFEST_NAME, manifest_bytes(manifest))
     output.remove(MARKER_NAME)
     output.close()
     return True
 
 
-def _json(value: object) -> bytes:
+def _extra(plan: Plan) -> dict[str, object]:
+    """What the manifest says of how the directory was made."""
+    return {"made_by": plan.made_by, "document": hashlib.sha256(plan.document).hexdigest()}
+
+
+def as_json(value: object) -> bytes:
+    """The text of a JSON file."""
     return (json.dumps(value, indent=1) + "\n").encode()

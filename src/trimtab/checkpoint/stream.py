@@ -175,6 +175,7 @@ class Pipeline:
         offsets = iter(range(0, plan.size, self.block_bytes))
         filling: deque[tuple[int, memoryview, int, Future[None]]] = deque()
         writing: tuple[memoryview, Future[None]] | None = None
+        keeping = _nothing()
         while True:
             while self._free and (offset := next(offsets, None)) is not None:
                 filling.append(self._begin(plan, offset, start, read_back))
@@ -189,11 +190,12 @@ class Pipeline:
             digest.update(block[:count])
             moved(count)
             if end - kept >= self._keep_every and end < plan.size:
-                self._finish(writing)
-                writing, kept = None, end
-                sink.keep(kept)
+                keeping.result()
+                # The writer does one thing after another, so that all before `end` is written then.
+                keeping, kept = self._writer.submit(sink.keep, end), end
         if writing is not None:
             self._finish(writing)
+        keeping.result()
         return FileRecord(plan.size, digest.hexdigest())
 
     def _begin(
@@ -213,9 +215,7 @@ class Pipeline:
         """Write a block in the background; one that is on the disk already is not written again."""
         if num_bytes:
             return self._writer.submit(sink.write, offset, block, num_bytes)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return _nothing()
 
     def _finish(self, writing: tuple[memoryview, Future[None]]) -> None:
         block, written = writing
@@ -227,3 +227,9 @@ class Pipeline:
         for executor in (self._fillers, self._writer):
             executor.shutdown(wait=True, cancel_futures=True)
         self._start()
+
+
+def _nothing() -> Future[None]:
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done

@@ -8,9 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from trimtab.cli.report import file_progress, print_json, print_next, print_note, print_verdicts
+from trimtab.cli.report import (
+    file_progress,
+    parse_memory,
+    print_json,
+    print_next,
+    print_note,
+    print_verdicts,
+)
 from trimtab.errors import ConfigError
-from trimtab.units import format_bytes, format_seconds, parse_bytes
+from trimtab.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from trimtab.arch.spec import ArchSpec
@@ -63,13 +70,12 @@ def convert(
     A conversion that was interrupted goes on when the same command is run again.
     """
     from trimtab.arch.load import load_arch
-    from trimtab.checkpoint.convert import convert as run
-    from trimtab.checkpoint.convert import plan_conversion
+    from trimtab.checkpoint.convert import plan_conversion, write_plan
     from trimtab.checkpoint.output import open_output
     from trimtab.checkpoint.source import open_source
     from trimtab.checkpoint.structure import skipped_note
 
-    limit, share = _memory(memory), _part(part)
+    limit, share = parse_memory(memory), _part(part)
     source = open_source(src)
     arch = load_arch(source.config(), source.where)
     wanted = _layout(arch, (ep, pp, tp), layout, plan, recipe)
@@ -81,7 +87,7 @@ def convert(
         _print_dry_run(planned, source, out, output.free(), share[1], as_json)
         return
     with file_progress("converting") as progress:
-        report = run(planned, output, memory=limit, workers=workers, part=share, progress=progress)
+        report = write_plan(planned, output, memory=limit, workers=workers, part=share, progress=progress)
     if audit and report.finished:
         _audit(source, out, report, as_json)
         return
@@ -171,13 +177,6 @@ def _layout(
     if said.stages is not None and pp == said.pp:
         stages = list(pairwise(accumulate(said.stages, initial=0)))
     return rank_layout(arch, Degrees(ep, pp, tp), stages)
-
-
-def _memory(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise ConfigError("TT108", "--memory", str(error), hint="such as 256MiB") from error
 
 
 def _part(text: str) -> tuple[int, int]:

@@ -21,6 +21,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "inspect": ("trimtab.cli.inspect", "Size, memory, layers and oddities of a model"),
     "plan": ("trimtab.cli.plan", "Memory, time and layout of a job before renting the cluster"),
     "convert": ("trimtab.cli.convert", "Stream a checkpoint into the layout of a cluster"),
+    "slice": ("trimtab.cli.slice", "Cut a small checkpoint out of a large one"),
     "verify": ("trimtab.cli.verify", "Check files, numbers and structure of a checkpoint"),
     "data": ("trimtab.cli.data", "Show what training reads: records, masks, packs"),
     "finetune": ("trimtab.cli.finetune", "Train a LoRA adapter from a recipe"),

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 
 import typer
 
+from trimtab.errors import ConfigError
+from trimtab.units import parse_bytes
 from trimtab.verdict import Verdict
 
 _MAX_ROWS = 40
@@ -60,6 +62,18 @@ def file_progress(label: str) -> Iterator[Callable[[str, int, int], None]]:
             bar.update(task, completed=done, total=total, file=file)
 
         yield move
+
+
+def parse_memory(text: str) -> int:
+    """The bytes that `--memory` allows.
+
+    Raises:
+        ConfigError: TT108 if the text is no number of bytes.
+    """
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError("TT108", "--memory", str(error), hint="such as 256MiB") from error
 
 
 def print_json(value: object) -> None:

@@ -15,7 +15,7 @@ from tests.unit.checkpoint import tiny
 from trimtab.arch.load import load_arch, read_arch
 from trimtab.arch.presets import preset_config
 from trimtab.checkpoint.audit import audit_conversion
-from trimtab.checkpoint.convert import BaseDtype, Report, convert, plan_conversion
+from trimtab.checkpoint.convert import BaseDtype, Report, plan_conversion, write_plan
 from trimtab.checkpoint.headers import read_header_file
 from trimtab.checkpoint.layout import Degrees, Layout, logical_layout, rank_layout
 from trimtab.checkpoint.load import load_model
@@ -67,7 +67,7 @@ def run(
     layout: Layout = logical_layout(arch) if degrees is None else rank_layout(arch, degrees)
     options.setdefault("memory", MEMORY)
     plan = plan_conversion(source, layout, dtype)
-    return convert(plan, open_output(dst), **options)
+    return write_plan(plan, open_output(dst), **options)
 
 
 def released(src: Path, dst: Path, **options: Any) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tests.unit.checkpoint import tiny
 from tests.unit.checkpoint.test_convert import DEGREES, MEMORY, files_of, run
 from trimtab.arch.load import load_arch
-from trimtab.checkpoint.convert import convert, plan_conversion, resident_bytes
+from trimtab.checkpoint.convert import plan_conversion, resident_bytes, write_plan
 from trimtab.checkpoint.direct import BlockFile
 from trimtab.checkpoint.layout import Degrees, rank_layout
 from trimtab.checkpoint.marker import MARKER_NAME
@@ -46,14 +46,14 @@ for name in ("pwrite", "fsync", "fdatasync", "ftruncate", "unlink", "rmdir", "mk
 pathlib.Path.replace = dying(pathlib.Path.replace)
 pathlib.Path.unlink = dying(pathlib.Path.unlink)
 from trimtab.arch.load import load_arch
-from trimtab.checkpoint.convert import convert, plan_conversion, resident_bytes
+from trimtab.checkpoint.convert import plan_conversion, resident_bytes, write_plan
 from trimtab.checkpoint.layout import Degrees, rank_layout
 from trimtab.checkpoint.output import open_output
 from trimtab.checkpoint.source import open_source
 source = open_source(sys.argv[2])
 plan = plan_conversion(source, rank_layout(load_arch(source.config()), Degrees(2, 2, 2)))
 memory = resident_bytes() + 25 * 2**20
-convert(plan, open_output(sys.argv[3]), memory=memory, workers=2, keep_every=2**16)
+write_plan(plan, open_output(sys.argv[3]), memory=memory, workers=2, keep_every=2**16)
 assert "torch" not in sys.modules
 print(1000000 - left)
 """
@@ -274,7 +274,7 @@ def test_an_unreadable_shard_names_file_and_tensor(
 
     monkeypatch.setattr(os, "preadv", failing)
     with pytest.raises(CheckpointError, match="Input/output error") as caught:
-        convert(plan, open_output(tmp_path / "c"), memory=MEMORY, workers=1)
+        write_plan(plan, open_output(tmp_path / "c"), memory=MEMORY, workers=1)
     assert caught.value.code == "TT301"
     assert ".safetensors: " in caught.value.where
 
