@@ -40,7 +40,7 @@ class _Noise:
 
     def __init__(self, stored: StoredTensor, noise: dict[str, memoryview]) -> None:
         self.name, self.dtype, self.shape = stored.name, stored.dtype, stored.shape
-        self.num_bytes = stored.num_bytes
+        self.num_bytes = self.grain = stored.num_bytes
         kind = "scale" if stored.transform == "mxfp4_scale" else stored.dtype
         self._noise = noise[kind]
         digest = hashlib.sha256(stored.name.encode()).digest()

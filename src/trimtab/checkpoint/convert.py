@@ -172,7 +172,9 @@ def write_plan(
     mine = plan.part(*part)
     if _is_complete(plan, output):
         return Report(len(mine), 0, sum(file.size for file in mine), 0.0, True)
-    pipeline = Pipeline(memory - resident_bytes(), workers, keep_every)
+    pipeline = Pipeline(
+        memory - resident_bytes(), workers, keep_every, plan.source.store.spread
+    )
     todo = [file for file in mine if not _is_written(output, file)]
     kept = {file.name: output.kept(file) for file in todo}
     total = sum(file.size for file in mine)

@@ -6,6 +6,7 @@ safetensors, models; URLs (see `remote`).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -32,6 +33,9 @@ class FileStore(Protocol):
 
     def read_into(self, name: str, offset: int, out: memoryview) -> int:
         """Fill `out` from `offset`; returns the bytes read, fewer only at the end of the file."""
+
+    def spread(self, calls: Sequence[Callable[[], None]]) -> None:
+        """Make calls that read, at the same time where that is faster."""
 
 
 class LocalStore:
@@ -77,3 +81,8 @@ class LocalStore:
             hint = "check the permissions and the disk"
             where = f"{self.root}/{name}"
             raise CheckpointError("TT301", where, f"cannot be read: {error}", hint=hint) from error
+
+    def spread(self, calls: Sequence[Callable[[], None]]) -> None:
+        """Make calls that read, one after the other: the caller has threads enough for a disk."""
+        for call in calls:
+            call()

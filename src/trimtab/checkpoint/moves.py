@@ -47,6 +47,10 @@ class PlannedTensor(Protocol):
     def num_bytes(self) -> int:
         """Bytes in the file."""
 
+    @property
+    def grain(self) -> int:
+        """Bytes that are made apart from all others, such as those of one expert; above 0."""
+
     def fill(self, begin: int, out: memoryview) -> None:
         """Fill `out` with the bytes from `begin` on; checks them for NaN and infinity."""
 
@@ -92,6 +96,11 @@ class _OfTarget:
     def num_bytes(self) -> int:
         """Bytes in the file."""
         return self.target.num_bytes
+
+    @property
+    def grain(self) -> int:
+        """Bytes of one part."""
+        return max(1, self.target.piece_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +152,11 @@ class HeldMove(_OfTarget):
 
     source: ConvertedSource
 
+    @property
+    def grain(self) -> int:
+        """All bytes come from one range."""
+        return max(1, self.num_bytes)
+
     def fill(self, begin: int, out: memoryview) -> None:
         """Fill `out` with the bytes from `begin` on."""
         self.source.read_held(self.target, begin, out)
@@ -164,6 +178,11 @@ class RawMove:
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
+
+    @property
+    def grain(self) -> int:
+        """All bytes come from one range."""
+        return max(1, self.num_bytes)
 
     def fill(self, begin: int, out: memoryview) -> None:
         """Fill `out` with the bytes from `begin` on."""

@@ -131,7 +131,7 @@ class LocalOutput:
         finally:
             sink.file.close()
         # The record comes first: a file under its name without one would have to be hashed again.
-        self.put(record_name(plan.name), as_json(record))
+        self.put(record_name(plan.name), _record_text(record))
         temporary.replace(self._root / plan.name)
         sync_directory(self._root)
         self.remove(_note(plan.name))
@@ -266,7 +266,7 @@ class RemoteOutput:
         if self.size(plan.name) != plan.size:
             raise CheckpointError("TT314", f"{self.where}/{plan.name}",
                                   f"must have {plan.size} bytes", value=self.size(plan.name))
-        self.put(record_name(plan.name), as_json(record))
+        self.put(record_name(plan.name), _record_text(record))
         return record
 
     def complete(self, plan: FilePlan) -> bool:
@@ -307,8 +307,7 @@ def record_name(name: str) -> str:
     return f"{WORK}/{name}.json"
 
 
-def as_json(record: FileRecord) -> bytes:
-    """A record as the text of its file."""
+def _record_text(record: FileRecord) -> bytes:
     return json.dumps({"bytes": record.bytes, "sha256": record.sha256}).encode()
 
 

@@ -12,7 +12,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import IO, Protocol, TypeVar, cast
@@ -25,6 +25,8 @@ ATTEMPTS = 6
 _FIRST_PAUSE = 0.2
 _LONGEST_PAUSE = 8.0
 _THREADS = 8
+# OBS answers under the name of the bucket only.
+_OBS_ADDRESSING = "virtual"
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 
 Value = TypeVar("Value")
@@ -76,10 +78,13 @@ def connect(url: str) -> tuple[FileSystem, str]:
     options: dict[str, object] = {}
     if url.startswith("obs://"):
         url = "s3://" + url.removeprefix("obs://")
-        options = _obs_options(shown)
+        options = obs_options(shown)
     if url.startswith("s3://"):
         # Listings that are kept would hide what another host of the same conversion has written.
         options["use_listings_cache"] = False
+        # The client below s3fs would repeat every repetition of s3fs, up to a minute each.
+        client = dict(cast(dict[str, object], options.get("config_kwargs", {})))
+        options["config_kwargs"] = {**client, "retries": {"max_attempts": 1}}
     try:
         system, path = fsspec.core.url_to_fs(url, **options)
     except ImportError as error:
@@ -115,6 +120,7 @@ class RemoteStore:
         self._url = url
         self._fs, self._path = connect(url)
         self._pool: ThreadPoolExecutor | None = None
+        self._readers: ThreadPoolExecutor | None = None
 
     def size(self, name: str) -> int | None:
         """Bytes of a file, None if it does not exist.
@@ -189,6 +195,16 @@ class RemoteStore:
             if count < len(cut):
                 break
         return done
+
+    def spread(self, calls: Sequence[Callable[[], None]]) -> None:
+        """Make calls that read at the same time: each waits for an answer most of its time."""
+        if len(calls) == 1:
+            calls[0]()
+            return
+        if self._readers is None:
+            self._readers = ThreadPoolExecutor(2 * _THREADS)
+        for done in [self._readers.submit(call) for call in calls]:
+            done.result()
 
     def put(self, name: str, data: bytes) -> None:
         """Write a small file whole.
@@ -325,13 +341,18 @@ def _clean(url: str, error: Exception) -> str:
     )
 
 
-def _obs_options(shown: str) -> dict[str, object]:
+def obs_options(shown: str) -> dict[str, object]:
+    """What s3fs needs to know to reach Huawei OBS.
+
+    Raises:
+        CheckpointError: TT307 if OBS_ENDPOINT is not set.
+    """
     endpoint = os.environ.get("OBS_ENDPOINT")
     if not endpoint:
         raise CheckpointError("TT307", shown, "needs the endpoint of its region in OBS_ENDPOINT",
                               hint="export OBS_ENDPOINT=https://obs.REGION.myhuaweicloud.com")
     options: dict[str, object] = {
-        "endpoint_url": endpoint, "config_kwargs": {"s3": {"addressing_style": "virtual"}},
+        "endpoint_url": endpoint, "config_kwargs": {"s3": {"addressing_style": _OBS_ADDRESSING}},
     }
     if os.environ.get("OBS_ACCESS_KEY_ID"):
         options["key"] = os.environ["OBS_ACCESS_KEY_ID"]

@@ -64,6 +64,11 @@ class RowsMove:
         return self.entry.num_bytes if self.rows is None else len(self.rows) * self._pitch
 
     @property
+    def grain(self) -> int:
+        """All bytes come from one tensor."""
+        return max(1, self.num_bytes)
+
+    @property
     def _pitch(self) -> int:
         return self.entry.num_bytes // self.entry.shape[0]
 

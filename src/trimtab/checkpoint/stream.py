@@ -14,9 +14,10 @@ import json
 import struct
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from trimtab.checkpoint.direct import ALIGNMENT, READ_BUFFER_BYTES, aligned_buffer
@@ -30,6 +31,8 @@ _SMALLEST_BLOCK = 64 * 2**10
 # What a thread needs beside its read buffer: rows of a cast in float32 and what they come from.
 THREAD_BYTES = READ_BUFFER_BYTES + 8 * 2**20
 
+Spread = Callable[[Sequence[Callable[[], None]]], None]
+"""Makes calls, in turn or at the same time; all are done when it returns."""
 Moved = Callable[[int], None]
 """Called with the bytes of each block written."""
 
@@ -67,8 +70,12 @@ class FilePlan:
         number = bisect_right(self.begins, offset) - 1
         return "header" if number < 0 else self.tensors[number].name
 
-    def fill(self, offset: int, out: memoryview) -> None:
+    def fill(self, offset: int, out: memoryview, spread: Spread) -> None:
         """Fill `out` with the bytes of the file from `offset` on."""
+        spread(list(self._calls(offset, out)))
+
+    def _calls(self, offset: int, out: memoryview) -> Iterator[Callable[[], None]]:
+        """What fills `out`, in calls that do not depend on each other."""
         done = min(max(0, len(self.header) - offset), len(out))
         out[:done] = self.header[offset : offset + done]
         number = bisect_right(self.begins, offset + done) - 1
@@ -76,10 +83,12 @@ class FilePlan:
             tensor = self.tensors[number]
             start = offset + done - self.begins[number]
             count = min(tensor.num_bytes - start, len(out) - done)
-            if count > 0:
-                tensor.fill(start, out[done : done + count])
-                done += count
-            number += 1
+            count = min(count, tensor.grain - start % tensor.grain)
+            if start == tensor.num_bytes:
+                number += 1
+                continue
+            yield partial(tensor.fill, start, out[done : done + count])
+            done += count
 
 
 def plan_file(name: str, tensors: Sequence[PlannedTensor]) -> FilePlan:
@@ -109,12 +118,16 @@ class Pipeline:
         num_bytes: memory for threads and buffers.
         workers: threads that fill blocks.
         keep_every: bytes after which a sink is told to keep what it has.
+        spread: how the calls that fill a block are made; in turn by default.
 
     Raises:
         ConfigError: TT102 if the memory is too small for one block per thread.
     """
 
-    def __init__(self, num_bytes: int, workers: int, keep_every: int = 2**28) -> None:
+    def __init__(
+        self, num_bytes: int, workers: int, keep_every: int = 2**28, spread: Spread | None = None
+    ) -> None:
+        self._spread = spread or _in_turn
         count = workers + 2
         each = (num_bytes - workers * THREAD_BYTES) // count
         self.block_bytes = min(each, LARGEST_BLOCK) // ALIGNMENT * ALIGNMENT
@@ -204,10 +217,11 @@ class Pipeline:
     ) -> tuple[int, memoryview, int, Future[None]]:
         block = self._free.popleft()
         count = min(self.block_bytes, plan.size - offset)
-        fill: Callable[[int, memoryview], None] = plan.fill
         if offset + count <= start and read_back is not None:
-            fill = read_back
-        return offset, block, count, self._fillers.submit(fill, offset, block[:count])
+            filled = self._fillers.submit(read_back, offset, block[:count])
+        else:
+            filled = self._fillers.submit(plan.fill, offset, block[:count], self._spread)
+        return offset, block, count, filled
 
     def _submit(
         self, sink: Sink, offset: int, block: memoryview, num_bytes: int
@@ -227,6 +241,11 @@ class Pipeline:
         for executor in (self._fillers, self._writer):
             executor.shutdown(wait=True, cancel_futures=True)
         self._start()
+
+
+def _in_turn(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
 
 def _nothing() -> Future[None]:
