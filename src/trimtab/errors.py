@@ -200,6 +200,8 @@ ERROR_DOCS: dict[str, ErrorDoc] = _docs(
      "Mend or remove the image that the message names; `on_error: skip` leaves such records out."),
     ("TT407", "images do not fit", "Images, their patch grids and the placeholder tokens disagree.",
      "Prepare prompt and images together; the message names both counts."),
+    ("TT408", "answers do not fit", "A file of replayed answers belongs to other prompts, another model or "
+     "another length.", "Name another file with --out, or remove the one there."),
     # 5xx: adapters
     ("TT501", "no module matches", "A LoRA target matches no module of the model.",
      "Use a name from the list in the message."),

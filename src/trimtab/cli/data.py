@@ -1,4 +1,4 @@
-"""`trimtab data preview`: the records of a recipe as the model sees them."""
+"""`trimtab data`: the records of a recipe as the model sees them, and records of the base's answers."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from trimtab.data.preview import (
     summarise_source,
     token_runs,
 )
-from trimtab.data.prompt import ImageProcessor, load_image_processor
+from trimtab.data.prompt import ImageProcessor, load_image_processor, may_leave_out
 from trimtab.data.records import Record, open_records
 from trimtab.data.tokenizer import Tokenizer, load_tokenizer
+from trimtab.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,7 +45,7 @@ _STYLES = {"system": "magenta", "developer": "magenta", "user": "cyan", "tool": 
 
 @app.callback()
 def data() -> None:
-    """Show what training reads."""
+    """Show what training reads, and make general records."""
 
 
 @app.command()
@@ -64,7 +65,7 @@ def preview(
     shown = {
         file.name: [
             (record.where, token_runs(record, tokenizer, processor, pictures=html is not None))
-            for record in islice(_records(file), count)
+            for record in islice(_records(file, section), count)
         ]
         for file in section.files
     }
@@ -83,9 +84,51 @@ def preview(
         _print_page(recipe, recipe_path, shown, totals, packs)
 
 
-def _records(source: SourceFile) -> Iterator[Record]:
+@app.command()
+def replay(
+    model: Annotated[str, typer.Argument(help="checkpoint directory or URL")],
+    prompts: Annotated[Path, typer.Option("--prompts", help="JSONL of records or prompts")],
+    out: Annotated[Path, typer.Option("--out", help="JSONL that answers are appended to")],
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=2)] = 512,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="only the first prompts")] = None,
+    base_dtype: Annotated[str, typer.Option("--base-dtype", help="native, bf16 or fp32")] = "bf16",
+    batch_tokens: Annotated[
+        int, typer.Option("--batch-tokens", min=1, help="of prompts and answers made together")
+    ] = 8192,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
+) -> None:
+    """Store the untouched model's own answers as general records; the same command continues."""
+    from trimtab.evaluate.replay import ReplayOptions
+    from trimtab.evaluate.replay import replay as run
+    from trimtab.train.reporter import ConsoleReporter
+
+    if base_dtype not in ("native", "bf16", "fp32"):
+        raise ConfigError("TT108", "--base-dtype", "must be native, bf16 or fp32", value=base_dtype)
+    options = ReplayOptions(max_new_tokens, limit, base_dtype, batch_tokens)
+    done = run(model, prompts, out, options, ConsoleReporter())
+    if as_json:
+        sys.stdout.write(json.dumps(done.as_dict()) + "\n")
+        return
+    sys.stdout.write(f"{done.path}: {done.records:,} answers to {done.prompts:,} prompts\n")
+    if done.before:
+        sys.stdout.write(f"{done.before:,} of them were there already\n")
+    if done.cut:
+        sys.stdout.write(
+            f"{done.cut:,} prompts without a record: the answer had not ended after "
+            f"{max_new_tokens:,} tokens (--max-new-tokens), was empty or malformed\n"
+        )
+    sys.stderr.write(f"next: finetune.data.general: {{path: {done.path}}} in the recipe\n")
+
+
+def _records(source: SourceFile, section: DataSection) -> Iterator[Record]:
+    """Records that are trained on."""
     file = open_records(source.path, source.form, last_only=source.last_only)
-    return (file.record(index) for index in range(len(file)))
+    for index in range(len(file)):
+        try:
+            yield file.record(index)
+        except DataError as error:
+            if not may_leave_out(error, section):
+                raise
 
 
 def _totals(
@@ -200,3 +243,6 @@ def _print_totals(
     dropped = sum(total.unreadable for total in totals.values())
     if dropped:
         console.print(f"{dropped} records are left out as unreadable or with too long images")
+        for total in totals.values():
+            for line in total.left_out:
+                console.print(f"  {line}", markup=False)

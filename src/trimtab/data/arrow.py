@@ -60,9 +60,13 @@ class ArrowDirectory:
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
+    def where(self, index: int) -> str:
+        """`directory:row` of record `index`, rows counted from 1."""
+        return f"{self.path}:{index + 1}"
+
     def record(self, index: int) -> Record:
         """Record `index`, counted from 0."""
-        return record_of(self._row(index), f"{self.path}:{index + 1}", self.path, self.form,
+        return record_of(self._row(index), self.where(index), self.path, self.form,
                          forced=self._forced is not None, last_only=self._last_only)
 
     def _row(self, index: int) -> dict[str, object]:

@@ -42,6 +42,10 @@ class RecordSubset:
         """Record `index` of the subset."""
         return self._file.record(int(self._indices[index]))
 
+    def where(self, index: int) -> str:
+        """`file:line` of record `index` of the subset."""
+        return self._file.where(int(self._indices[index]))
+
 
 @dataclass(frozen=True, slots=True)
 class Split:

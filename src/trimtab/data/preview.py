@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from trimtab.config.data import DataSection, SourceFile
 from trimtab.data.encode import Encoded, encode_record
 from trimtab.data.image_source import message_images, thumbnail
+from trimtab.data.left_out import LeftOut
 from trimtab.data.packing import Pack
 from trimtab.data.prompt import ImageProcessor, Prompt, build_prompt, may_leave_out
 from trimtab.data.records import Record, open_records
@@ -77,6 +78,7 @@ class SourceSummary:
         longest: tokens of the longest record before cutting.
         overlong: records longer than the longest length.
         unreadable: records left out because `on_error` is skip, or their images are too long.
+        left_out: `file:line: reason` of the first of those.
         image_sizes: number of images by tokens they take.
     """
 
@@ -89,6 +91,7 @@ class SourceSummary:
     longest: int = 0
     overlong: int = 0
     unreadable: int = 0
+    left_out: list[str] = field(default_factory=list)
     image_sizes: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -218,7 +221,7 @@ def summarise_source(
         DataError: TT401, TT402, TT404, TT406, TT407 unless the recipe leaves such records out.
     """
     file = open_records(source.path, source.form, last_only=source.last_only)
-    total = SourceSummary(source.path, len(file), file.form)
+    total, left_out = SourceSummary(source.path, len(file), file.form), LeftOut()
     for index in range(len(file) if limit is None else min(limit, len(file))):
         total.looked_at += 1
         try:
@@ -226,11 +229,12 @@ def summarise_source(
         except DataError as error:
             if not may_leave_out(error, data):
                 raise
-            total.unreadable += 1
+            left_out.add(file.where(index), error.rule)
             continue
         _add(total, encoded, data.max_seq_len)
         if advance is not None:
             advance(1)
+    total.unreadable, total.left_out = len(left_out), left_out.first()
     return total
 
 

@@ -76,6 +76,9 @@ class RecordFile(Protocol):
     def record(self, index: int) -> Record:
         """Record `index`, counted from 0."""
 
+    def where(self, index: int) -> str:
+        """`file:line` of record `index`."""
+
 
 def open_records(
     path: str | Path, form: Form | None = None, *, last_only: bool = False

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 
 from trimtab.config.data import DataSection
 from trimtab.data.encode import Encoded, encode_record
+from trimtab.data.left_out import LeftOut
 from trimtab.data.mixture import Mixture, RecordRef
 from trimtab.data.packing import Pack, RowFiller, build_pack
 from trimtab.data.prompt import ImageProcessor, may_leave_out
@@ -32,6 +33,7 @@ class SourceCounts:
         truncated: records cut to the longest length.
         skipped: records dropped as unreadable, too long (or with an image that is) or without
             anything to predict.
+        left_out: each of those once.
     """
 
     records: int = 0
@@ -39,6 +41,7 @@ class SourceCounts:
     supervised: int = 0
     truncated: int = 0
     skipped: int = 0
+    left_out: LeftOut = field(default_factory=LeftOut)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,24 +105,47 @@ class DataStream:
         return {source.name: source.counts for source in self._sources}
 
     def check_records(self, progress: Callable[[int, int], None]) -> None:
-        """Read every record once, so that a broken line ends a run before it begins.
+        """Read every record once, so that broken lines end a run, or are known, before it begins.
 
-        Only the form is checked, not the tokens. Nothing is read where `on_error` skips records.
+        Only the form is checked, not the tokens.
 
         Args:
             progress: called with records read and records in all.
 
         Raises:
-            DataError: TT401 for the first record that is none.
+            DataError: TT401 for the first record that is none, unless `on_error` skips such.
         """
-        if self._data.on_error == "skip":
-            return
         done, total = 0, sum(len(source.file) for source in self._sources)
         for source in self._sources:
             for index in range(len(source.file)):
-                source.file.record(index)
+                try:
+                    source.file.record(index)
+                except DataError as error:
+                    if self._data.on_error == "error":
+                        raise
+                    source.counts.left_out.add(source.file.where(index), error.rule)
                 done += 1
                 progress(done, total)
+
+    def left_out(self) -> list[str]:
+        """One line per file with records that are known to be left out."""
+        return [
+            f"{source.file.path}: {source.counts.left_out} of {len(source.file):,} records left out: "
+            f"{source.counts.left_out.places()}"
+            for source in self._sources if source.counts.left_out
+        ]
+
+    def fed(self) -> list[str]:
+        """One line per file on what was read from it by this object."""
+        lines = []
+        for source in self._sources:
+            counts = source.counts
+            line = (f"{source.name}: {counts.records:,} records with {counts.tokens:,} tokens, "
+                    f"{counts.supervised:,} of them in the loss")
+            if counts.truncated:
+                line += f"; {counts.truncated:,} cut to {self._data.max_seq_len:,} tokens"
+            lines.append(line)
+        return lines
 
     def __iter__(self) -> Iterator[Pack]:
         while True:
@@ -237,10 +263,11 @@ class DataStream:
         except DataError as error:
             if not may_leave_out(error, self._data):
                 raise
-            self._skip(ref)
+            self._skip(ref, error.rule)
             return None
-        if (cut and self._data.overlong == "skip") or encoded.num_supervised == 0:
-            self._skip(ref)
+        too_long = cut and self._data.overlong == "skip"
+        if too_long or encoded.num_supervised == 0:
+            self._skip(ref, "too long" if too_long else "nothing in it is to be predicted")
             return None
         self._idle[ref.source] = 0
         source.counts.records += 1
@@ -249,9 +276,10 @@ class DataStream:
         source.counts.truncated += cut
         return encoded
 
-    def _skip(self, ref: RecordRef) -> None:
+    def _skip(self, ref: RecordRef, reason: str) -> None:
         source = self._sources[ref.source]
         source.counts.skipped += 1
+        source.counts.left_out.add(source.file.where(self._mixture.index(ref)), reason)
         self._idle[ref.source] += 1
         # Records in a row can be the end of one pass and the beginning of the next; twice the
         # size covers a whole pass.

@@ -103,6 +103,8 @@ def _finetune(recipe: Recipe, run: RunDirectory, say: Reporter, stop: StopReques
     if record is None:
         with say.progress("checking records") as update:
             data.stream.check_records(update)
+        for line in data.stream.left_out():
+            say.say(f"warning: {line}")
     job = assemble(recipe, plan, run, data, say)
     state, record = begin(job, record, inputs, say)
     before = record.wall_s
@@ -113,6 +115,8 @@ def _finetune(recipe: Recipe, run: RunDirectory, say: Reporter, stop: StopReques
                 "the same command continues")
     else:
         record = _finish(job, record, say)
+    for line in (*data.stream.fed(), *data.stream.left_out()):
+        say.say(f"data: {line}")
     say.say(f"curves: {write_report(run)}")
     result = _result(run, plan, record, outcome.losses, resumed_from=state.step)
     tokens = len(outcome.losses) * plan.batch.tokens_per_step

@@ -5,7 +5,7 @@ Knows: recipes, architectures, whether records have images. Does not know: torch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.arch.adapter import (
@@ -78,6 +78,7 @@ class RunPlan:
         vision: tower and projector take part.
         serving: whether the engine of `lora.serve_with` applies each row of the table; empty
             where the recipe names none.
+        warnings: what is probably not meant.
     """
 
     arch: ArchSpec
@@ -89,6 +90,7 @@ class RunPlan:
     full: tuple[ParamSpec, ...] = ()
     vision: bool = False
     serving: tuple[Servable, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def trainable_share(self) -> float:
@@ -106,6 +108,7 @@ class RunPlan:
                 for n, r in enumerate(self.table.rows)
             ],
             "notes": list(self.table.notes),
+            "warnings": list(self.warnings),
             "trainable_parameters": self.table.num_parameters,
             "trainable_bytes": self.table.num_bytes,
             "trainable_share": self.trainable_share,
@@ -142,8 +145,17 @@ def plan_run(recipe: Recipe) -> RunPlan:
     return RunPlan(
         arch, targets, table,
         BatchPlan(batch.tokens_per_step, batch.micro_batch_tokens, recipe.finetune.data.max_seq_len),
-        recipe.finetune.steps, text, full, vision, serving,
+        recipe.finetune.steps, text, full, vision, serving, tuple(_warnings(recipe)),
     )
+
+
+def _warnings(recipe: Recipe) -> Iterator[str]:
+    if recipe.finetune.data.general is None:
+        yield (
+            "finetune.data.general is left out, so nothing keeps the model's general ability; "
+            f"`trimtab data replay {recipe.model.path} --prompts FILE --out general.jsonl` makes "
+            "such records of the base's own answers"
+        )
 
 
 def _choose(

@@ -136,4 +136,5 @@ def plan_lines(plan: RunPlan) -> Sequence[str]:
         f"{format_bytes(table.num_bytes)}"
     )
     notes = [f"note: {note}" for note in table.notes]
-    return [total, *notes, f"batch: {plan.batch}"]
+    warnings = [f"warning: {warning}" for warning in plan.warnings]
+    return [total, *notes, *warnings, f"batch: {plan.batch}"]

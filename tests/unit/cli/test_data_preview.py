@@ -64,6 +64,8 @@ def test_broken_line_is_named(recipe: Path) -> None:
         file.write('{"prompt": "x"\n')
     with pytest.raises(DataError, match=r"d\.jsonl:6"):
         run(str(recipe))
+    page = run(str(recipe), "--n", "9", "--set", "finetune.data.on_error=skip")
+    assert re.search(r"^  d\.jsonl:6: not valid JSON", page, re.MULTILINE)
 
 
 @pytest.fixture

@@ -146,7 +146,7 @@ def test_overlong_records_are_cut_skipped_or_refused(jsonl: Writer, tokenizer: T
 
     cut = stream()
     packs = [cut.next_pack() for _ in range(4)]
-    assert cut.counts["domain"].truncated > 0
+    assert cut.counts["domain"].truncated > 0 and "cut to 32 tokens" in cut.fed()[0]
     assert any(pack.valid.all() for pack in packs)
     skipping = stream(overlong="skip")
     assert set(skipping.next_pack().input_ids.tolist()) <= {*b"short", 257, 259}
@@ -172,6 +172,25 @@ def test_unreadable_records_stop_or_are_left_out(jsonl: Writer, tokenizer: Token
     stream = DataStream(data, tokenizer, 0)
     stream.next_pack()
     assert stream.counts["domain"].skipped > 0
+
+
+def test_what_is_left_out_is_named_once_with_its_line(jsonl: Writer, tokenizer: Tokenizer) -> None:
+    records = [{"text": "fine"}, {"no": 1}, {"text": "x" * 100}, {"text": "well"}]
+    path = jsonl("d.jsonl", records)
+    data = {"domain": {"path": path}, "max_seq_len": 32, "on_error": "skip", "overlong": "skip"}
+    stream = DataStream(DataSection.model_validate(data), tokenizer, 0)
+    done: list[tuple[int, int]] = []
+    stream.check_records(lambda n, total: done.append((n, total)))
+    assert done[-1] == (4, 4)
+    (line,) = stream.left_out()
+    assert line.startswith(f"{path}: 1 of 4 records left out: {path}:2 (needs exactly one of")
+    for _ in range(4):
+        stream.next_pack()
+    (line,) = stream.left_out()
+    assert "2 of 4 records left out" in line and f"{path}:3 (too long)" in line
+    (line,) = stream.fed()
+    counts = stream.counts["domain"]
+    assert line.startswith(f"domain: {counts.records:,} records with {counts.tokens:,} tokens")
 
 
 def test_ids_beyond_the_model_are_refused(jsonl: Writer, tokenizer: Tokenizer) -> None:

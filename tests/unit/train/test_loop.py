@@ -20,7 +20,8 @@ from trimtab.config.load import load_recipe
 from trimtab.errors import AdapterError, RunError
 from trimtab.train.loop import finetune
 from trimtab.train.metrics import read_metrics
-from trimtab.train.reporter import SilentReporter, Update
+from trimtab.train.plan import plan_run
+from trimtab.train.reporter import SilentReporter, Update, plan_lines
 
 
 class Killed(BaseException):
@@ -185,3 +186,33 @@ output: {tmp_path}/everyday
     # All else is as it stands; only the number of steps is cut for the test's sake.
     result = finetune(load_recipe(path, ["finetune.steps=1"]), SilentReporter())
     assert result.passed and result.steps == 1
+
+
+class Said(SilentReporter):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def test_a_run_names_records_that_it_leaves_out(tmp_path: Path, checkpoint: Path) -> None:
+    recipe = recipe_for(tmp_path, checkpoint, "finetune.steps=1", "finetune.data.on_error=skip")
+    path = tmp_path / "domain.jsonl"
+    rows = path.read_text().splitlines()
+    path.write_text("\n".join([*rows[:3], "{no json", *rows[3:]]) + "\n")
+    heard = Said()
+    finetune(recipe, heard)
+    warned = [line for line in heard.lines if line.startswith("warning: ")]
+    assert len(warned) == 1 and f"1 of 49 records left out: {path}:4 (not valid JSON" in warned[0]
+    assert sum(line.startswith("data: domain: ") for line in heard.lines) == 1
+
+
+def test_a_run_without_general_records_is_warned_about(tmp_path: Path, checkpoint: Path) -> None:
+    both = recipe_for(tmp_path, checkpoint)
+    assert plan_run(both).warnings == ()
+    alone = recipe_for(tmp_path, checkpoint, "finetune.data.general=null",
+                       "finetune.data.domain_ratio=1")
+    (warning,) = plan_run(alone).warnings
+    assert f"trimtab data replay {checkpoint}" in warning
+    assert f"warning: {warning}" in plan_lines(plan_run(alone))
