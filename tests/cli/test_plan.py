@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from trimtab.cli.main import run
+from trimtab.config.load import load_recipe
 
+ROOT = Path(__file__).parents[2]
 LLAMA = {
     "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "vocab_size": 32000,
     "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 8192,
@@ -72,3 +77,68 @@ def test_packages_are_ranks_of_two_dies(tmp_path: Path, capsys: pytest.CaptureFi
     words = ["plan", "--model", config(tmp_path), "--cluster", "ascend-a3", "--packages", "8", "--json"]
     assert run(words) == 0
     assert json.loads(capsys.readouterr().out)["devices"] == 16
+
+
+RECIPE = f"""\
+# Mine.
+model: {{path: {ROOT}/src/trimtab/demo/base}}   # the base
+cluster: h200
+finetune:
+  epochs: 2
+  batch: {{tokens_per_step: 16384, micro_batch_tokens: 1024}}
+  data:
+    domain: {{path: {ROOT}/src/trimtab/demo/data/domain_train.jsonl}}
+    general: {{path: {ROOT}/src/trimtab/demo/data/general_train.jsonl}}
+    max_seq_len: 512
+parallel: auto
+output: runs/x
+"""
+
+
+def test_a_recipe_is_planned_as_a_whole_job_and_gets_its_section(tmp_path: Path) -> None:
+    recipe, out, page = tmp_path / "r.yaml", tmp_path / "planned.yaml", tmp_path / "p.html"
+    recipe.write_text(RECIPE)
+    words = ["plan", str(recipe), "--devices", "8", "--price", "3", "--json", "--out", str(out),
+             "--html", str(page)]
+    # A process of its own, so that nothing else has imported torch.
+    code = "import sys; from trimtab.cli.main import run; rc = run(sys.argv[1:]); " \
+           "sys.exit(rc or 10 * ('torch' in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": str(ROOT / "src")}, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    job = found["job"]
+    assert job["steps"] * 16384 == job["tokens"] and "passes" in job["data"]
+    assert job["total_hours"] == pytest.approx(sum(job["hours"].values())) and job["cost"] > 0
+    assert "The whole job" in page.read_text()
+    text = out.read_text()
+    assert text.startswith(RECIPE[:RECIPE.index("parallel")]) and text.endswith("output: runs/x\n")
+    planned = load_recipe(out)
+    assert planned.parallel.ranks == 8 and planned.parallel.ep == found["parallel"]["ep"]
+
+
+def test_a_recipe_without_data_is_planned_by_its_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(RECIPE.replace(f"{ROOT}/src/trimtab/demo/data/domain_train", "nowhere"))
+    words = ["plan", str(recipe), "--devices", "8", "--json"]
+    assert run([*words, "--set", "finetune.steps=30", "--set", "finetune.epochs=null"]) == 0
+    found = capsys.readouterr()
+    assert json.loads(found.out)["job"]["steps"] == 30 and "not counted" in found.err
+    assert run(words) == 2
+    assert "finetune.epochs" in capsys.readouterr().err
+
+
+def test_a_planned_recipe_is_not_yet_run_on_one_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(RECIPE.replace("parallel: auto", "parallel: {dp_shard: 8, ep: 4}"))
+    assert run(["finetune", str(recipe), "--dry-run"]) == 2
+    assert "several devices" in capsys.readouterr().err
+
+
+def test_overrides_need_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--model", "kimi-k3", "--set", "seed=1"]) == 2
+    assert "--set (seed=1): needs a recipe" in capsys.readouterr().err

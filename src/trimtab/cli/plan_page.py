@@ -8,7 +8,14 @@ from rich.text import Text
 
 from trimtab.plan.memory import ALLOCATED, OUTSIDE, StageMemory
 from trimtab.plan.planner import Plan
-from trimtab.plan.report import parallel_yaml, time_lines, why_dispatcher
+from trimtab.plan.report import (
+    Extras,
+    input_names,
+    job_rows,
+    parallel_yaml,
+    time_lines,
+    why_dispatcher,
+)
 from trimtab.plan.search import Candidate, capacity
 from trimtab.units import format_bytes, format_count, format_seconds
 
@@ -16,11 +23,12 @@ _LAYOUTS = 5
 _LINES = 8
 
 
-def render_plan(plan: Plan, console: Console) -> None:
+def render_plan(plan: Plan, extras: Extras, console: Console) -> None:
     """Print a plan.
 
     Args:
         plan: the plan.
+        extras: what was asked for beside the layout.
         console: where to.
     """
     question = plan.question
@@ -34,7 +42,7 @@ def render_plan(plan: Plan, console: Console) -> None:
     if not question.outline.is_trained:
         console.print("this family is planned only; Trimtab does not train it", style="yellow")
     grade = plan.worst_grade.replace("_", " ")
-    console.print(f"worst input grade: {grade} ({_inputs(plan.weak_inputs)})", style="dim")
+    console.print(f"worst input grade: {grade} ({input_names(plan.weak_inputs)})", style="dim")
     console.print()
     if plan.best is None:
         _no_plan(plan, console)
@@ -47,14 +55,11 @@ def render_plan(plan: Plan, console: Console) -> None:
     console.print(_memory(plan.stages, capacity(question.cluster)))
     console.print(_time(plan))
     console.print(_bands(plan))
+    if extras.job is not None:
+        console.print(_pairs("the whole job", job_rows(extras.job)))
     console.print()
     console.print(Text("for the recipe", style="dim"))
     console.print(parallel_yaml(plan.best), end="")
-
-
-def _inputs(names: tuple[str, ...]) -> str:
-    shown = ", ".join(name.replace("_", " ") for name in names[:4])
-    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
 
 
 def _no_plan(plan: Plan, console: Console) -> None:
@@ -131,4 +136,13 @@ def _bands(plan: Plan) -> RenderableType:
         over = " over" if band.memory > capacity(plan.question.cluster) else ""
         table.add_row(band.name, f"{band.load:.2f} x mean", format_bytes(band.memory) + over,
                       format_seconds(band.step_seconds))
+    return Group(Text(), table)
+
+
+def _pairs(title: str, rows: list[tuple[str, str]]) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column(title, no_wrap=True)
+    table.add_column("")
+    for row in rows:
+        table.add_row(*row)
     return Group(Text(), table)

@@ -146,37 +146,45 @@ class FinetuneSection(Section):
 
 
 class ParallelSection(Section):
-    """Degrees of parallelism; one device so far, hence all 1.
+    """Degrees of parallelism, as `trimtab plan` writes them; training runs on one device so far.
 
     Attributes:
         ep: experts are divided among so many ranks.
         dp_shard: parameters are sharded over so many ranks.
+        dp_replicate: so many groups of them see different data.
         tp: matrices are divided among so many ranks.
         pp: layers are divided into so many stages.
         cp: sequences are divided among so many ranks.
-        dispatcher: how tokens reach their experts.
+        dispatcher: how tokens reach their experts; `flat` sends each routed copy, `dedup` one per
+            host and rank, `all_gather` every token to every rank.
         capacity_factor: most tokens per expert over the mean; null drops none.
+        stages: layers of each pipeline stage; balanced where left out.
     """
 
     ep: PositiveInt = 1
     dp_shard: PositiveInt = 1
+    dp_replicate: PositiveInt = 1
     tp: PositiveInt = 1
     pp: PositiveInt = 1
     cp: PositiveInt = 1
-    dispatcher: Literal["auto"] = "auto"
+    dispatcher: Literal["auto", "flat", "all_gather", "dedup"] = "auto"
     capacity_factor: Positive | None = None
+    stages: tuple[PositiveInt, ...] | None = None
 
-    @field_validator("ep", "dp_shard", "tp", "pp", "cp")
-    @classmethod
-    def _one(cls, value: int) -> int:
-        not_yet("", value, 1)
-        return value
+    @model_validator(mode="after")
+    def _fits_together(self) -> ParallelSection:
+        inner = self.dp_shard * self.cp * self.tp
+        if inner % self.ep:
+            raise fault("TT105", "ep", f"must divide dp_shard * cp * tp ({inner})",
+                        "experts are divided among the ranks that hold the same layers")
+        if self.stages is not None and len(self.stages) != self.pp:
+            raise fault("TT105", "stages", f"has {len(self.stages)} numbers for pp: {self.pp}")
+        return self
 
-    @field_validator("capacity_factor")
-    @classmethod
-    def _dropless(cls, value: float | None) -> float | None:
-        not_yet("", value, None)
-        return value
+    @property
+    def ranks(self) -> int:
+        """Ranks of the whole job."""
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
 
 def _auto_is_default(value: object) -> object:
@@ -189,6 +197,8 @@ class Recipe(Section):
     Attributes:
         model: weights to adapt.
         finetune: training.
+        cluster: the machine that `trimtab plan` plans for: a preset or a cluster document.
+        devices: ranks of it.
         parallel: degrees, or the word `auto`.
         evaluate: held-out sets and gate.
         validate: held-out records and validation during the run.
@@ -201,6 +211,8 @@ class Recipe(Section):
 
     model: ModelSection
     finetune: FinetuneSection
+    cluster: Word | None = None
+    devices: PositiveInt | None = None
     parallel: Annotated[ParallelSection, BeforeValidator(_auto_is_default)] = ParallelSection()
     evaluate: EvaluateSection = EvaluateSection()
     # pydantic keeps the name `validate` for itself

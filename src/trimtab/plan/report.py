@@ -5,16 +5,20 @@ Knows: names and units of the output. Does not know: terminals, HTML.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TypedDict
 
 import yaml
 
+from trimtab.plan.capacity import CapacityRow
 from trimtab.plan.memory import FRAGMENTATION_BAND, StageMemory
 from trimtab.plan.network import distinct_groups
 from trimtab.plan.placement import Degrees
 from trimtab.plan.planner import Plan, limits_in_order
 from trimtab.plan.search import Candidate, capacity
+from trimtab.plan.serving import ServingLayout
+from trimtab.plan.whole_job import WholeJob
+from trimtab.units import format_bytes, format_count, format_seconds
 
 
 class Coverage(TypedDict):
@@ -25,8 +29,24 @@ class Coverage(TypedDict):
     bytes_from_formulas: float
 
 
-def plan_as_dict(plan: Plan) -> dict[str, object]:
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What was asked for beside the layout.
+
+    Args:
+        job: the whole job of a recipe.
+        capacities: what capacity factors drop and save.
+        serving: layouts that serve the model, the fastest first.
+    """
+
+    job: WholeJob | None = None
+    capacities: tuple[CapacityRow, ...] = ()
+    serving: tuple[ServingLayout, ...] = ()
+
+
+def plan_as_dict(plan: Plan, extras: Extras | None = None) -> dict[str, object]:
     """The whole plan; bytes, seconds and tokens per second throughout."""
+    extras = extras or Extras()
     question, job = plan.question, plan.question.job
     shown = [plan.best, *plan.found.candidates[1:]] if plan.best else []
     return {
@@ -53,7 +73,49 @@ def plan_as_dict(plan: Plan) -> dict[str, object]:
         "parallel": parallel_section(plan.best) if plan.best else None,
         "layouts": [_layout(plan, c) for c in shown if c is not None],
         "layouts_tried": plan.found.tried,
+        "job": None if extras.job is None else job_as_dict(extras.job),
+        "capacity_factors": [asdict(row) for row in extras.capacities],
+        "serving": [asdict(layout) for layout in extras.serving],
     }
+
+
+def job_as_dict(job: WholeJob) -> dict[str, object]:
+    """The whole job; hours, bytes, tokens."""
+    memory, disk = job.host_has
+    return {
+        "steps": job.work.steps, "tokens": job.tokens, "data": job.work.data,
+        "hours": job.hours, "total_hours": job.total_hours, "band_hours": list(job.band_hours),
+        "save_every_s": job.saving.interval, "lost_share": job.saving.waste,
+        "saved_state_bytes": job.saved_bytes,
+        "host_memory_bytes": job.host_memory, "host_memory_available_bytes": memory,
+        "host_disk_bytes": job.host_disk, "host_disk_available_bytes": disk,
+        "shared_storage_bytes": job.shared_storage,
+        "cost": job.cost, "currency": job.currency,
+    }
+
+
+def job_rows(job: WholeJob) -> list[tuple[str, str]]:
+    """Names and values of a whole job, in words."""
+    rows = [("steps", f"{job.work.steps:,}"), ("tokens", format_count(job.tokens))]
+    if job.work.data:
+        rows.append(("data", job.work.data))
+    rows += [(name, format_seconds(hours * 3600)) for name, hours in job.hours.items() if hours]
+    low, high = (format_seconds(hours * 3600) for hours in job.band_hours)
+    memory, disk = map(format_bytes, job.host_has)
+    rows += [
+        ("from download to last score",
+         f"{format_seconds(job.total_hours * 3600)} ({low} to {high}, balanced to worst routing)"),
+        ("a saved state", format_bytes(job.saved_bytes)),
+        ("save every", format_seconds(job.saving.interval)),
+        ("lost to saving and failures", f"{job.saving.waste:.2%}"),
+        ("memory of a host", f"{format_bytes(job.host_memory)} of {memory}"),
+        ("disk of a host", f"{format_bytes(job.host_disk)} of {disk}"),
+        ("storage for all hosts", format_bytes(job.shared_storage)),
+    ]
+    if job.cost is not None:
+        digits = 0 if job.cost >= 100 else 2
+        rows.append(("cost, from load to evaluation", f"{job.cost:,.{digits}f} {job.currency}"))
+    return rows
 
 
 def _layout(plan: Plan, c: Candidate) -> dict[str, object]:
@@ -84,6 +146,12 @@ def _memory(memory: StageMemory) -> dict[str, object]:
         "stage": memory.stage, **memory.lines, "allocated": memory.allocated,
         "reserved": memory.reserved, "total": memory.total,
     }
+
+
+def input_names(names: tuple[str, ...], most: int = 4) -> str:
+    """Names of a cluster's numbers in words, the first of them."""
+    shown = ", ".join(name.replace("_", " ") for name in names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def coverage(plan: Plan) -> Coverage | None:

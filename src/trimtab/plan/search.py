@@ -209,7 +209,7 @@ def all_degrees(
     outline: Outline, job: Job, cluster: Cluster, ranks: int, limits: Limits
 ) -> Iterator[Degrees]:
     """Every legal set of degrees."""
-    heads = _common_heads(outline)
+    heads = common_heads(outline)
     experts = _experts(outline)
     for pp in _choices(ranks, limits.pp, outline.num_layers):
         for tp in _choices(ranks // pp, limits.tp, min(_MAX_TP, cluster.ranks_per_host)):
@@ -256,7 +256,7 @@ def _experts(outline: Outline) -> int:
     return gcd(*counts) if counts else 1
 
 
-def _common_heads(outline: Outline) -> int:
+def common_heads(outline: Outline) -> int:
     """Heads that tensor and context parallelism must divide, in every mixer."""
     heads = []
     for layer in dict.fromkeys(outline.layers):

@@ -127,9 +127,11 @@ def plan_run(recipe: Recipe) -> RunPlan:
 
     Raises:
         AdapterError: see `resolve_targets`; TT503, the serving engine would ignore a target.
-        ConfigError: TT105, `vision.projector` and the targets contradict.
+        ConfigError: TT105, `vision.projector` and the targets contradict; TT102, a layout of more
+            than one device.
         ArchError, CheckpointError: the model's config cannot be read.
     """
+    _require_one_device(recipe)
     source = open_source(recipe.model.path)
     arch = load_arch(source.config(), source.where)
     require_readable(arch, source.where)
@@ -156,6 +158,19 @@ def _warnings(recipe: Recipe) -> Iterator[str]:
             f"`trimtab data replay {recipe.model.path} --prompts FILE --out general.jsonl` makes "
             "such records of the base's own answers"
         )
+
+
+def _require_one_device(recipe: Recipe) -> None:
+    """Layouts of several devices can be planned, not yet run."""
+    section = recipe.parallel
+    if section.ranks > 1:
+        raise ConfigError(
+            "TT102", "parallel", "training on several devices is not supported yet",
+            value=f"{section.ranks} ranks", hint="leave the section out to train on one device",
+        )
+    if section.capacity_factor is not None:
+        raise ConfigError("TT102", "parallel.capacity_factor", "is not supported yet",
+                          value=section.capacity_factor, hint="leave it at null")
 
 
 def _choose(
