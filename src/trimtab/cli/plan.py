@@ -11,6 +11,7 @@ import typer
 
 from trimtab.cli.plan_question import Flags, ask, recipe_of
 from trimtab.config.recipe import Recipe
+from trimtab.plan.capacity import CapacityRow, capacity_table, read_histogram
 from trimtab.plan.planner import Plan, make_plan
 from trimtab.plan.report import Extras, parallel_yaml, plan_as_dict
 from trimtab.plan.search import GOALS
@@ -45,6 +46,7 @@ def plan(
     dispatcher: Annotated[str | None, typer.Option(help="flat, all_gather or dedup")] = None,
     recompute: Annotated[str | None, typer.Option(help="layer or none; else both are tried")] = None,
     price: Annotated[float | None, typer.Option(min=0, help="of a rank and hour")] = None,
+    histogram: Annotated[Path | None, typer.Option(help="run directory: what capacity factors drop")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="a.b=value of the recipe")] = None,
     out: Annotated[Path | None, typer.Option(help="write the recipe, or its `parallel:` section")] = None,
     html: Annotated[Path | None, typer.Option(help="write a page to this file")] = None,
@@ -68,11 +70,16 @@ def plan(
 
 def _extras(flags: Flags, asked: Recipe | None, answer: Plan) -> Extras:
     """What else was asked of a plan that has a layout."""
-    if answer.best is None or asked is None:
+    if answer.best is None:
         return Extras()
+    rows: tuple[CapacityRow, ...] = ()
+    if flags.histogram is not None:
+        rows = capacity_table(answer, read_histogram(flags.histogram, answer.question.outline))
+    if asked is None:
+        return Extras(capacities=rows)
     from trimtab.cli.plan_data import plan_job  # tokenizers only with a recipe
 
-    return Extras(job=plan_job(asked, answer, flags.price))
+    return Extras(job=plan_job(asked, answer, flags.price), capacities=rows)
 
 
 def _write_section(out: Path, flags: Flags, answer: Plan) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from trimtab.plan.capacity import COLUMNS, capacity_rows
 from trimtab.plan.memory import ALLOCATED, OUTSIDE, StageMemory
 from trimtab.plan.planner import Plan
 from trimtab.plan.report import (
@@ -55,8 +58,10 @@ def render_plan(plan: Plan, extras: Extras, console: Console) -> None:
     console.print(_memory(plan.stages, capacity(question.cluster)))
     console.print(_time(plan))
     console.print(_bands(plan))
+    if extras.capacities:
+        console.print(_table(COLUMNS, capacity_rows(extras.capacities)))
     if extras.job is not None:
-        console.print(_pairs("the whole job", job_rows(extras.job)))
+        console.print(_table(("the whole job", ""), job_rows(extras.job)))
     console.print()
     console.print(Text("for the recipe", style="dim"))
     console.print(parallel_yaml(plan.best), end="")
@@ -129,20 +134,20 @@ def _time(plan: Plan) -> RenderableType:
 
 
 def _bands(plan: Plan) -> RenderableType:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for title in ("routing", "fullest rank", "memory", "step"):
-        table.add_column(title, justify="left" if title == "routing" else "right")
-    for band in plan.bands:
-        over = " over" if band.memory > capacity(plan.question.cluster) else ""
-        table.add_row(band.name, f"{band.load:.2f} x mean", format_bytes(band.memory) + over,
-                      format_seconds(band.step_seconds))
-    return Group(Text(), table)
+    limit = capacity(plan.question.cluster)
+    rows = [
+        (band.name, f"{band.load:.2f} x mean",
+         format_bytes(band.memory) + " over" * (band.memory > limit), format_seconds(band.step_seconds))
+        for band in plan.bands
+    ]
+    return _table(("routing", "fullest rank", "memory", "step"), rows)
 
 
-def _pairs(title: str, rows: list[tuple[str, str]]) -> RenderableType:
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column(title, no_wrap=True)
-    table.add_column("")
+    for index, title in enumerate(titles):
+        # Columns of numbers have a title and stand on the right.
+        table.add_column(title, justify="right" if index and title else "left", no_wrap=bool(title))
     for row in rows:
         table.add_row(*row)
     return Group(Text(), table)

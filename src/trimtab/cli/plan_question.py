@@ -55,6 +55,7 @@ class Flags:
     dispatcher: str | None
     recompute: str | None
     price: float | None
+    histogram: Path | None
     overrides: Sequence[str] | None
     out: Path | None
     html: Path | None

@@ -5,6 +5,7 @@ Knows: what is drawn. Does not know: geometry, files.
 
 from __future__ import annotations
 
+from trimtab.plan.capacity import COLUMNS, capacity_rows
 from trimtab.plan.memory import ALLOCATED, OUTSIDE
 from trimtab.plan.planner import Plan
 from trimtab.plan.report import (
@@ -51,6 +52,7 @@ def plan_page(plan: Plan, extras: Extras | None = None) -> str:
         "coverage": words, "limit": plan.binding_limit, "dispatcher": why_dispatcher(plan),
         "changes": [f"{c.text}: {format_bytes(c.memory)} per rank" for c in plan.changes],
         "tiles": [], "memory_chart": None, "time_chart": None, "legend": [],
+        "capacities": capacity_rows(extras.capacities), "capacity_columns": COLUMNS,
         "job": job_rows(extras.job) if extras.job is not None else None,
     }
     if plan.stages:
