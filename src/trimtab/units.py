@@ -67,7 +67,11 @@ def format_seconds(seconds: float) -> str:
     '3m 20s'
     >>> format_seconds(4.25)
     '4.2s'
+    >>> format_seconds(0.0312)
+    '31ms'
     """
+    if 0 < seconds < 0.9995:
+        return f"{seconds * 1e3:.3g}ms" if seconds < 0.01 else f"{seconds * 1e3:.0f}ms"
     if seconds < 60:
         return f"{seconds:.1f}s"
     minutes, rest = divmod(round(seconds), 60)

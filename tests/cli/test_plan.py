@@ -142,3 +142,16 @@ def test_a_planned_recipe_is_not_yet_run_on_one_device(
 def test_overrides_need_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "--model", "kimi-k3", "--set", "seed=1"]) == 2
     assert "--set (seed=1): needs a recipe" in capsys.readouterr().err
+
+
+def test_serving_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model", config(tmp_path), "--cluster", "h100", "--devices", "8", "--serve"]
+    assert run([*words, "--adapters", "16", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["adapters"] == 16 and found["layouts"][0]["requests"] > 0
+    assert run(words) == 0
+    page = capsys.readouterr().out
+    assert "1 adapter," in page and "a token" in page and "caches" in page
+    assert run(["plan", "--model", "kimi-k3", "--cluster", "h100", "--devices", "8", "--serve"]) == 3
+    assert run([*words[:-1], "--adapters", "2"]) == 2
+    assert "needs --serve" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from trimtab.plan.capacity import CapacityRow, capacity_table, read_histogram
 from trimtab.plan.planner import Plan, make_plan
 from trimtab.plan.report import Extras, parallel_yaml, plan_as_dict
 from trimtab.plan.search import GOALS
+from trimtab.plan.serving_plan import plan_serving, serving_as_dict
 
 app = typer.Typer(add_completion=False)
 
@@ -45,6 +46,8 @@ def plan(
     stages: Annotated[str | None, typer.Option(help="layers per stage, such as 12,12,12,9")] = None,
     dispatcher: Annotated[str | None, typer.Option(help="flat, all_gather or dedup")] = None,
     recompute: Annotated[str | None, typer.Option(help="layer or none; else both are tried")] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="plan serving, not training")] = False,
+    adapters: Annotated[int | None, typer.Option(min=0, help="served at once [1]")] = None,
     price: Annotated[float | None, typer.Option(min=0, help="of a rank and hour")] = None,
     histogram: Annotated[Path | None, typer.Option(help="run directory: what capacity factors drop")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="a.b=value of the recipe")] = None,
@@ -55,6 +58,9 @@ def plan(
     """Find the layout of a LoRA job, and say what it needs; exit 3 if nothing fits."""
     flags = Flags(**locals())
     asked = recipe_of(flags)
+    if serve:
+        _serve(flags, asked)
+        return
     answer = make_plan(ask(flags, asked))
     extras = _extras(flags, asked, answer)
     _show(answer, extras, as_json)
@@ -66,6 +72,21 @@ def plan(
         raise typer.Exit(NO_PLAN)
     if out is not None:
         _write_section(out, flags, answer)
+
+
+def _serve(flags: Flags, asked: Recipe | None) -> None:
+    count = 1 if flags.adapters is None else flags.adapters
+    answer = plan_serving(ask(flags, asked), count)
+    if flags.as_json:
+        sys.stdout.write(json.dumps(serving_as_dict(answer)) + "\n")
+    else:
+        from rich.console import Console  # --json needs no terminal
+
+        from trimtab.cli.plan_page import render_serving
+
+        render_serving(answer, Console(highlight=False))
+    if not answer.layouts:
+        raise typer.Exit(NO_PLAN)
 
 
 def _extras(flags: Flags, asked: Recipe | None, answer: Plan) -> Extras:

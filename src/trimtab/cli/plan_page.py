@@ -20,6 +20,8 @@ from trimtab.plan.report import (
     why_dispatcher,
 )
 from trimtab.plan.search import Candidate, capacity
+from trimtab.plan.serving_plan import COLUMNS as COLUMNS_OF_SERVING
+from trimtab.plan.serving_plan import ServingPlan, layout_row
 from trimtab.units import format_bytes, format_count, format_seconds
 
 _LAYOUTS = 5
@@ -44,8 +46,7 @@ def render_plan(plan: Plan, extras: Extras, console: Console) -> None:
     )
     if not question.outline.is_trained:
         console.print("this family is planned only; Trimtab does not train it", style="yellow")
-    grade = plan.worst_grade.replace("_", " ")
-    console.print(f"worst input grade: {grade} ({input_names(plan.weak_inputs)})", style="dim")
+    console.print(_grade(plan.worst_grade, plan.weak_inputs), style="dim")
     console.print()
     if plan.best is None:
         _no_plan(plan, console)
@@ -151,3 +152,33 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> RenderableTy
     for row in rows:
         table.add_row(*row)
     return Group(Text(), table)
+
+
+def render_serving(plan: ServingPlan, console: Console) -> None:
+    """Print a plan for serving."""
+    question = plan.question
+    console.print(Text(plan.headline, style="bold"))
+    count = "1 adapter" if plan.adapters == 1 else f"{plan.adapters} adapters"
+    console.print(
+        f"{question.outline.name} served on {question.cluster.title}: base {question.job.base_dtype}, "
+        f"{count}, requests of {question.job.seq_len:,} tokens"
+    )
+    console.print(_grade(plan.worst_grade, plan.weak_inputs), style="dim")
+    console.print()
+    console.print(Text.assemble(("limit  ", "dim"), plan.binding_limit))
+    if not plan.layouts:
+        console.print(Text("no feasible plan", style="bold red"))
+        return
+    console.print(_table(COLUMNS_OF_SERVING, [layout_row(x) for x in plan.layouts[:_LAYOUTS]]))
+    console.print("adapters: as many as there is room for", style="dim")
+    best, limit = plan.layouts[0], capacity(question.cluster)
+    rows = [(name.replace("_", " "), format_bytes(size)) for name, size in best.memory.items() if size]
+    total = sum(best.memory.values())
+    rows.append(("total", f"{format_bytes(total)} of {format_bytes(limit)}"))
+    console.print(_table(("memory of a rank of the first", "bytes"), rows))
+    shares = [(n, f"{s / best.decode_seconds:.1%}") for n, s in best.decode_parts.items() if s]
+    console.print(_table(("time between two tokens goes into", "share"), shares))
+
+
+def _grade(grade: str, weak: tuple[str, ...]) -> str:
+    return f"worst input grade: {grade.replace('_', ' ')} ({input_names(weak)})"

@@ -54,6 +54,8 @@ class Flags:
     stages: str | None
     dispatcher: str | None
     recompute: str | None
+    serve: bool
+    adapters: int | None
     price: float | None
     histogram: Path | None
     overrides: Sequence[str] | None
@@ -66,8 +68,10 @@ def recipe_of(flags: Flags) -> Recipe | None:
     """The recipe that was named, if one was.
 
     Raises:
-        ConfigError: TT108, overrides without a recipe; else as `load_recipe`.
+        ConfigError: TT108, overrides without a recipe or adapters without --serve; else as `load_recipe`.
     """
+    if flags.adapters is not None and not flags.serve:
+        raise ConfigError("TT108", "--adapters", "needs --serve", value=flags.adapters)
     if flags.recipe is None:
         if flags.overrides:
             raise ConfigError("TT108", "--set", "needs a recipe", value=flags.overrides[0])

@@ -16,7 +16,6 @@ from trimtab.plan.network import distinct_groups
 from trimtab.plan.placement import Degrees
 from trimtab.plan.planner import Plan, limits_in_order
 from trimtab.plan.search import Candidate, capacity
-from trimtab.plan.serving import ServingLayout
 from trimtab.plan.whole_job import WholeJob
 from trimtab.units import format_bytes, format_count, format_seconds
 
@@ -36,12 +35,10 @@ class Extras:
     Args:
         job: the whole job of a recipe.
         capacities: what capacity factors drop and save.
-        serving: layouts that serve the model, the fastest first.
     """
 
     job: WholeJob | None = None
     capacities: tuple[CapacityRow, ...] = ()
-    serving: tuple[ServingLayout, ...] = ()
 
 
 def plan_as_dict(plan: Plan, extras: Extras | None = None) -> dict[str, object]:
@@ -75,7 +72,6 @@ def plan_as_dict(plan: Plan, extras: Extras | None = None) -> dict[str, object]:
         "layouts_tried": plan.found.tried,
         "job": None if extras.job is None else job_as_dict(extras.job),
         "capacity_factors": [asdict(row) for row in extras.capacities],
-        "serving": [asdict(layout) for layout in extras.serving],
     }
 
 

@@ -60,7 +60,7 @@ class ServingLayout:
         memory: bytes per rank by line, with as many requests as fit.
         adapter_bytes: of one adapter on a rank.
         requests: at once, of the whole machine, at full length.
-        decode_seconds: of one step with all of them.
+        decode_parts: seconds of one step with all of them, by what they go into.
         tokens_per_second: written by the whole machine.
         prefill_tokens_per_second: read by the whole machine.
     """
@@ -71,9 +71,21 @@ class ServingLayout:
     memory: dict[str, float]
     adapter_bytes: float
     requests: int
-    decode_seconds: float
+    decode_parts: dict[str, float]
     tokens_per_second: float
     prefill_tokens_per_second: float
+
+    @property
+    def decode_seconds(self) -> float:
+        """Of one step: the time between two tokens of a request."""
+        return sum(self.decode_parts.values())
+
+    @property
+    def most_adapters(self) -> int:
+        """Adapters that a rank could hold if it gave up all requests but one of each group."""
+        groups = self.dp * self.replicas
+        spare = self.memory["caches"] * (1 - groups / self.requests) + self.memory["adapters"]
+        return int(spare // self.adapter_bytes) if self.adapter_bytes else 0
 
 
 def request_bytes(outline: Outline, tp: int) -> Request:
@@ -125,14 +137,20 @@ class ServingModel:
         return sorted(self._layouts(ranks), key=lambda layout: -layout.tokens_per_second)
 
     def _layouts(self, ranks: int) -> Iterator[ServingLayout]:
+        for replicas, tp, dp in self._degrees_of(ranks):
+            if layout := self._layout(replicas, tp, dp):
+                yield layout
+
+    def _degrees_of(self, ranks: int) -> Iterator[tuple[int, int, int]]:
+        """Legal (replicas, tp, dp)."""
         experts = self._moe.ffn.num_experts if self._moe and isinstance(self._moe.ffn, MoESpec) else 0
         heads = common_heads(self.outline)
         for size in (n for n in range(1, ranks + 1) if ranks % n == 0):
             if experts and experts % size:
                 continue
             for tp in (n for n in range(1, min(size, _MAX_TP) + 1) if size % n == 0):
-                if heads % tp == 0 and (layout := self._layout(ranks // size, tp, size // tp)):
-                    yield layout
+                if heads % tp == 0:
+                    yield ranks // size, tp, size // tp
 
     def _degrees(self, tp: int, dp: int) -> Degrees:
         return Degrees(dp_shard=dp, tp=tp, ep=tp * dp if self._moe is not None else 1)
@@ -145,11 +163,18 @@ class ServingModel:
         if per_group < 1:
             return None
         memory["caches"] = per_group * request
-        step = self.decode_seconds(tp, dp, per_group)
+        parts = self.decode_parts(tp, dp, per_group)
         requests = per_group * dp * replicas
         return ServingLayout(
-            tp, dp, replicas, memory, adapter, requests, step, requests / step,
+            tp, dp, replicas, memory, adapter, requests, parts, requests / sum(parts.values()),
             replicas * self._prefill(tp, dp),
+        )
+
+    def least_memory(self, ranks: int) -> float:
+        """Bytes of a rank with one request, in the layout that needs the fewest."""
+        return min(
+            sum(self._memory(tp, dp)[0].values()) + request_bytes(self.outline, tp).at(self.tokens)
+            for _, tp, dp in self._degrees_of(ranks)
         )
 
     def _memory(self, tp: int, dp: int) -> tuple[dict[str, float], float]:
@@ -175,36 +200,43 @@ class ServingModel:
         step = TimeModel(self.outline, job, self.cluster).step(layout)
         return dp * self.tokens / step.seconds
 
-    def decode_seconds(self, tp: int, dp: int, requests: int) -> float:
-        """One step of every request: weights, caches and adapters are read once.
+    def decode_parts(self, tp: int, dp: int, requests: int) -> dict[str, float]:
+        """Seconds of one step of every request; weights, caches and adapters are read once.
 
         Args:
             tp: ranks that share a matrix.
             dp: groups of a replica with requests of their own.
-            requests: of each dp group, at full length.
+            requests: of each group, at full length.
         """
         c, degrees, outline = self.cluster, self._degrees(tp, dp), self.outline
         memory, _ = self._memory(tp, dp)
-        read = memory["weights"] + requests * request_bytes(outline, tp).at(self.tokens)
-        read += memory["adapters"] * min(1.0, requests * dp / max(1, self.adapters))
+        rate = c.memory_bandwidth.value * c.memory_efficiency.value
+        weights = memory["weights"]
         moe = self._moe.ffn if self._moe is not None else None
         if isinstance(moe, MoESpec):
             # Experts that no token of the step chose are not read.
             chosen = 1 - (1 - moe.top_k / moe.num_experts) ** (requests * dp)
-            read -= self._block.expert / degrees.ep * (1 - chosen)
+            weights -= self._block.expert / degrees.ep * (1 - chosen)
+        adapters = memory["adapters"] * min(1.0, requests * dp / max(1, self.adapters))
         flops = 2 * self._active * requests / tp / (c.bf16_flops.value * c.gemm_efficiency.value)
-        seconds = max(read / (c.memory_bandwidth.value * c.memory_efficiency.value), flops)
+        parts = {
+            "weights": max(weights / rate, flops), "adapters": adapters / rate,
+            "caches": requests * request_bytes(outline, tp).at(self.tokens) / rate,
+        }
         if tp > 1:
             row = float(_X * outline.hidden_size * requests)
-            seconds += 2 * outline.num_layers * ring_seconds(c, span_of(c, tp, 1), row, "all_reduce")
+            once = ring_seconds(c, span_of(c, tp, 1), row, "all_reduce")
+            parts["tensor-parallel collectives"] = 2 * outline.num_layers * once
         if self._moe is not None and isinstance(moe, MoESpec) and degrees.ep > 1:
             layers = sum(isinstance(layer.ffn, MoESpec) for layer in outline.layers)
             width = _X * routed_width(self._moe, outline.hidden_size)
-            seconds += 2 * layers * exchange(
+            parts["all-to-all of tokens"] = 2 * layers * exchange(
                 c, expert_span(c, degrees), "dedup", requests / tp, moe.num_experts, moe.top_k,
                 width, self._job.routing,
             ).seconds
-        return max(seconds, _KERNELS_PER_LAYER * outline.num_layers * c.kernel_seconds.value)
+        launched = _KERNELS_PER_LAYER * outline.num_layers * c.kernel_seconds.value
+        parts["launches of kernels"] = max(0.0, launched - sum(parts.values()))
+        return parts
 
 
 def active_parameters(outline: Outline) -> float:

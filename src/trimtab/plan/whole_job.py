@@ -131,5 +131,6 @@ def _writing(plan: Plan, work: Workload) -> float:
         groups = layout.dp * layout.replicas
         at_once = min(ceil(work.answers / groups), layout.requests // groups)
         rounds = ceil(work.answers / groups / at_once)
-        times.append(rounds * steps * model.decode_seconds(layout.tp, layout.dp, at_once))
+        step = sum(model.decode_parts(layout.tp, layout.dp, at_once).values())
+        times.append(rounds * steps * step)
     return min(times, default=0.0)

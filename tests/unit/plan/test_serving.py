@@ -9,8 +9,10 @@ from trimtab.arch.presets import preset_config
 from trimtab.arch.summary import summarise
 from trimtab.config.cluster import load_cluster
 from trimtab.plan.job import Job, choose_adapters
-from trimtab.plan.search import capacity
+from trimtab.plan.planner import Question
+from trimtab.plan.search import Limits, capacity
 from trimtab.plan.serving import ServingModel, active_parameters, request_bytes
+from trimtab.plan.serving_plan import COLUMNS, layout_row, plan_serving, serving_as_dict
 
 
 def serve(model: str, cluster: str, adapters: int = 1, tokens: int = 8192, experts: str = "none") -> ServingModel:
@@ -64,13 +66,44 @@ def test_adapters_take_room_from_requests() -> None:
 def test_a_longer_request_leaves_fewer_of_them_and_a_fuller_step_takes_longer() -> None:
     short, long = serve("kimi-k3", "h200", tokens=8192), serve("kimi-k3", "h200", tokens=131072)
     assert short.layouts(16)[0].requests > long.layouts(16)[0].requests
-    assert short.decode_seconds(8, 2, 64) > short.decode_seconds(8, 2, 1) > 0
+    assert sum(short.decode_parts(8, 2, 64).values()) > sum(short.decode_parts(8, 2, 1).values()) > 0
 
 
 def test_no_token_is_written_faster_than_memory_is_read() -> None:
     model = serve("kimi-linear-48b", "h200", tokens=4096)
     cluster = load_cluster("h200")
-    alone = model.decode_seconds(1, 1, 1)
+    alone = sum(model.decode_parts(1, 1, 1).values())
     # One token reads at least the parameters it touches, in two bytes each.
     floor = 2 * active_parameters(model.outline) / cluster.memory_bandwidth.value
     assert alone > floor
+
+
+def question(cluster: str, ranks: int, tokens: int = 8192) -> Question:
+    outline = load_outline(preset_config("kimi-k3"))
+    job = Job(adapters=choose_adapters(outline, 32, ("attention",), "none"), seq_len=tokens)
+    return Question(outline, job, load_cluster(cluster), ranks, "fastest", Limits(), tokens)
+
+
+def test_a_plan_for_serving_names_its_limit_and_sums_its_lines() -> None:
+    plan = plan_serving(question("ascend-a3", 64), 4)
+    assert plan.headline.startswith("64 ranks = 32 packages") and plan.binding_limit.startswith("time: ")
+    found = serving_as_dict(plan)
+    for layout in found["layouts"]:  # type: ignore[attr-defined]
+        memory = dict(layout["memory_per_rank_bytes"])
+        assert memory.pop("total") == pytest.approx(sum(memory.values()))
+        assert layout["decode_seconds"] == pytest.approx(sum(layout["decode_parts_s"].values()))
+        assert layout["most_adapters"] >= 4 and layout["ep"] == layout["tp"] * layout["dp"]
+    assert len(layout_row(plan.layouts[0])) == len(COLUMNS)
+
+
+def test_as_many_adapters_as_a_layout_says_still_fit_and_one_more_does_not() -> None:
+    first = plan_serving(question("ascend-a3", 64), 1).layouts[0]
+    most = first.most_adapters
+    for count, fits in ((most, True), (most + 2, False)):
+        degrees = [(x.tp, x.dp) for x in plan_serving(question("ascend-a3", 64), count).layouts]
+        assert ((first.tp, first.dp) in degrees) is fits
+
+
+def test_what_cannot_be_served_says_by_how_much() -> None:
+    plan = plan_serving(question("h200", 8), 1)
+    assert plan.layouts == () and "too much" in plan.binding_limit
