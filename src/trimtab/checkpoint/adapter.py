@@ -140,6 +140,12 @@ def save_adapter(
         out.write(CONFIG_NAME, (json.dumps(config, indent=2) + "\n").encode())
 
 
+def writable_form(targets: Sequence[LoRATarget]) -> ExpertForm:
+    """The joined form of experts, or one pair per matrix where gate and up have an A each."""
+    split = any(t.experts is not None and t.experts.split_a for t in targets)
+    return "per_expert" if split else "grouped"
+
+
 def _outside(
     arch: ArchSpec, targets: Sequence[LoRATarget], tensors: Mapping[str, Tensor], meta: AdapterMeta
 ) -> Iterator[tuple[str, Tensor]]:
@@ -273,6 +279,8 @@ def _assemble(
             continue
         form: ExpertForm = "per_expert" if fqn in experts.single else "grouped"
         paths = target_paths(fqn, names, experts.names, form)
+        # A linear module that is listed as a parameter.
+        paths += tuple(f"{path}.weight" for path in paths)
         target = LoRATarget(
             fqn, param.shape[-1], param.shape[-2],
             int(pattern_value(config, "rank_pattern", paths, config["r"])),
@@ -305,7 +313,9 @@ def _expert_tensors(arch: ArchSpec, config: Mapping[str, Any], where: str) -> Ex
     """Ready to take every expert tensor that a file of this base may have."""
     names = expert_names(arch)
     counts = {p.name: p.shape[0] for p in inventory(arch) if p.name in names}
-    return ExpertTensors(names, counts, named_parameters(config, names, where))
+    return ExpertTensors(names, counts, named_parameters(
+        config, names, module_names(arch).values(), where
+    ))
 
 
 def _read_declared(manifest: Manifest | None) -> dict[str, dict[str, Any]]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from trimtab.arch.adapter import LoRATarget
-from trimtab.arch.maps import module_names
+from trimtab.arch.maps import is_peft_expert, module_names
 from trimtab.arch.maps.experts import ExpertNames, expert_names
 from trimtab.arch.spec import ArchSpec
 from trimtab.checkpoint.expert_adapter import ExpertForm
@@ -36,8 +36,9 @@ def peft_config(
     """The adapter_config.json of these targets.
 
     A leaf name stands for its modules if all modules of that name are targets, else each module
-    is named in full, so that PEFT adapts exactly these modules. PEFT has no dropout for parameters
-    that hold all experts; where there are such targets it is written as 0.
+    is named in full, so that PEFT adapts exactly these modules. What cannot stand in
+    `target_modules`, experts and modules that PEFT would take for experts, is named as a parameter;
+    PEFT has no dropout for parameters, and where there are such targets it is written as 0.
 
     Args:
         arch: of the base model.
@@ -53,9 +54,13 @@ def peft_config(
     if len({t.use_rslora for t in targets}) > 1:
         raise AdapterError("TT502", base, "use_rslora must be the same for all targets")
     names, routed = module_names(arch), expert_names(arch)
-    joined = [t.fqn for t in targets if t.experts is not None and expert_form == "grouped"]
-    paths = {t.fqn: target_paths(t.fqn, names, routed, expert_form) for t in targets}
-    parameters = {"target_parameters": _parameters(routed, joined)} if joined else {}
+    parameters = _parameter_paths(arch, names, routed) if expert_form == "grouped" else {}
+    named = [t.fqn for t in targets if t.fqn in parameters]
+    paths = {
+        t.fqn: (parameters[t.fqn],) if t.fqn in parameters
+        else target_paths(t.fqn, names, routed, expert_form)
+        for t in targets
+    }
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -63,16 +68,16 @@ def peft_config(
         "inference_mode": True,
         "r": rank,
         "lora_alpha": _plain(alpha),
-        "lora_dropout": 0.0 if joined else max(t.dropout for t in targets),
+        "lora_dropout": 0.0 if named else max(t.dropout for t in targets),
         "use_rslora": targets[0].use_rslora,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "target_modules": _target_modules(
             _available(names, routed, expert_form),
-            {path for fqn, found in paths.items() if fqn not in joined for path in found},
+            {path for fqn, found in paths.items() if fqn not in parameters for path in found},
         ),
-        **parameters,
+        **({"target_parameters": _shortened(parameters, named)} if named else {}),
         "rank_pattern": {p: t.rank for t in targets if t.rank != rank for p in paths[t.fqn]},
         "alpha_pattern": {
             p: _plain(t.alpha) for t in targets if t.alpha != alpha for p in paths[t.fqn]
@@ -152,14 +157,21 @@ def _target_modules(available: Sequence[str], chosen: set[str]) -> list[str] | s
     return rf"(.*\.)?({'|'.join(entries)})"
 
 
-def _parameters(routed: Mapping[str, ExpertNames], chosen: Sequence[str]) -> list[str]:
-    """Joined parameters, by their last three names where those of all layers are meant."""
+def _parameter_paths(
+    arch: ArchSpec, names: Mapping[str, str], routed: Mapping[str, ExpertNames]
+) -> dict[str, str]:
+    """What `target_modules` cannot name, by ours: joined experts, and modules taken for experts."""
+    taken = {fqn: f"{path}.weight" for fqn, path in names.items() if is_peft_expert(arch, path)}
+    return taken | {fqn: each.joined for fqn, each in routed.items()}
+
+
+def _shortened(paths: Mapping[str, str], chosen: Sequence[str]) -> list[str]:
+    """Parameters, by their last three names where all that end so are meant."""
     found: dict[str, None] = {}
     for fqn in chosen:
-        leaf = fqn.rpartition(".")[2]
-        every = {name for name in routed if name.endswith(f".{leaf}")}
-        joined = routed[fqn].joined
-        found[".".join(joined.split(".")[-3:]) if every <= set(chosen) else joined] = None
+        tail = ".".join(paths[fqn].split(".")[-3:])
+        every = {name for name, path in paths.items() if path.endswith(f".{tail}")}
+        found[tail if every <= set(chosen) else paths[fqn]] = None
     return list(found)
 
 

@@ -13,7 +13,7 @@ Letters: E experts, r adapter rank, F FFN width, D width the experts work on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -248,21 +248,27 @@ def _only(tensor: Tensor, dim: int, where: str) -> Tensor:
 
 
 def named_parameters(
-    config: Mapping[str, Any], names: Mapping[str, ExpertNames], where: str
+    config: Mapping[str, Any], names: Mapping[str, ExpertNames], modules: Collection[str], where: str
 ) -> frozenset[str]:
-    """Our names of the parameters that `target_parameters` lists, by PEFT's rule for suffixes.
+    """Our names of the joined parameters that `target_parameters` lists, by PEFT's suffix rule.
+
+    Weights of linear modules may be listed too: their tensors are named like those of modules.
+
+    Args:
+        config: adapter_config.json.
+        names: of the experts.
+        modules: paths of the linear modules.
+        where: the file, for errors.
 
     Raises:
-        AdapterError: TT502, an entry is no parameter of routed experts.
+        AdapterError: TT502, an entry is neither.
     """
     found = set()
     for entry in config.get("target_parameters") or ():
-        hits = {
-            fqn for fqn, each in names.items()
-            if each.joined == entry or each.joined.endswith(f".{entry}")
-        }
-        if not hits:
-            raise AdapterError("TT502", f"{where}: target_parameters",
-                               "only parameters of routed experts are supported", value=entry)
+        hits = {fqn for fqn, each in names.items() if f".{each.joined}".endswith(f".{entry}")}
+        module = str(entry).removesuffix(".weight")
+        if not hits and (module == entry or not any(f".{m}".endswith(f".{module}") for m in modules)):
+            raise AdapterError("TT502", f"{where}: target_parameters", "only parameters of routed "
+                               "experts and weights of linear modules are supported", value=entry)
         found |= hits
     return frozenset(found)

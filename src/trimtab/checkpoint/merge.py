@@ -21,6 +21,7 @@ from trimtab.checkpoint.adapter import (
     adapter_base,
     load_adapter,
     save_adapter,
+    writable_form,
 )
 from trimtab.checkpoint.codec import Progress
 from trimtab.checkpoint.companions import companion_files, config_with_dtype
@@ -164,10 +165,8 @@ def export_adapter(
     arch = load_arch(source.config(), source.where)
     adapter = load_adapter(src, arch)
     fingerprint = adapter.manifest.source_fingerprint if adapter.manifest else None
-    if expert_form is None:
-        split = any(t.experts is not None and t.experts.split_a for t in adapter.targets)
-        expert_form = "per_expert" if split else "grouped"
-    meta = AdapterMeta(base, fingerprint, {"made_by": "export"}, expert_form)
+    form = expert_form or writable_form(adapter.targets)
+    meta = AdapterMeta(base, fingerprint, {"made_by": "export"}, form)
     save_adapter(dst, arch, adapter.targets, adapter.tensors, meta)
     return len(adapter.tensors)
 

@@ -100,6 +100,9 @@ def curve(
     dtype: Annotated[
         Literal["float32", "float64", "bfloat16"], typer.Option(help="compute dtype")
     ] = "float32",
+    accept_base: Annotated[
+        str | None, typer.Option(help="fingerprint of a base the adapter was not trained on")
+    ] = None,
     as_json: _Json = False,
 ) -> None:
     """Train one plain AdamW step per batch; write OUT/losses.json and OUT/adapter."""
@@ -108,7 +111,7 @@ def curve(
     read = read_batches(batches)
     with byte_progress("loading") as progress:
         losses = loss_curve(model, adapter, read, out, lr=lr, dtype=dtype, where=batches,
-                            progress=progress)
+                            accept_base=accept_base, progress=progress)
     if as_json:
         print_json({"out": out, "loss": losses, "lr": lr, "dtype": dtype})
     else:

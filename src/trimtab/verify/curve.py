@@ -10,6 +10,7 @@ before the update.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,12 +18,19 @@ import torch
 from torch import Tensor
 
 from trimtab.arch.load import load_arch
-from trimtab.checkpoint.adapter import AdapterMeta, attach_adapter, load_adapter, save_adapter
+from trimtab.checkpoint.adapter import (
+    AdapterMeta,
+    attach_adapter,
+    load_adapter,
+    save_adapter,
+    writable_form,
+)
+from trimtab.checkpoint.base import require_base
 from trimtab.checkpoint.codec import Progress
 from trimtab.checkpoint.load import BaseDtype, load_model
 from trimtab.checkpoint.manifest import check_output, write_atomic
 from trimtab.checkpoint.source import open_source
-from trimtab.errors import DataError
+from trimtab.errors import DataError, RunError
 from trimtab.models.context import ForwardContext
 from trimtab.models.decoder import CausalLM
 from trimtab.models.lora import trainable_parameters
@@ -76,6 +84,7 @@ def loss_curve(
     lr: float = 1e-3,
     dtype: DumpDtype = "float32",
     where: str = "batches",
+    accept_base: str | None = None,
     progress: Progress | None = None,
 ) -> list[float]:
     """Train an adapter for one AdamW step per batch and write losses and adapter.
@@ -88,15 +97,17 @@ def loss_curve(
         lr: learning rate of every step.
         dtype: of computation and of the base weights; float64 also of adapters and moments.
         where: name of the batches in messages.
+        accept_base: fingerprint of a base that may differ from the one the adapter names.
         progress: called while weights are loaded, with bytes done and in all.
 
     Returns:
         The loss before each update.
 
     Raises:
-        AdapterError: the adapter does not fit.
+        AdapterError: the adapter does not fit, or TT505 if it was trained on another base.
         DataError: TT403 if a token id is out of range.
         CheckpointError: the checkpoint does not fit, or TT309 if `dst` holds something else.
+        RunError: TT602 if a loss is not finite; nothing is written then.
     """
     check_output(dst)
     source = open_source(model_path)
@@ -104,6 +115,7 @@ def loss_curve(
     for number, batch in enumerate(batches):
         check_token_ids(batch, arch.vocab_size, f"{where}: batches[{number}]")
     read = load_adapter(adapter, arch)
+    require_base(read, source, str(adapter), accept=accept_base)
     model, _ = load_model(
         model_path, base_dtype=_STORAGE[dtype], compute_dtype=COMPUTE[dtype], progress=progress,
     )
@@ -113,7 +125,8 @@ def loss_curve(
         for parameter in parameters.values():
             parameter.data = parameter.data.to(torch.float64)
     losses = list(adamw_steps(model, list(parameters.values()), batches, lr))
-    meta = AdapterMeta(str(model_path), source.fingerprint(), {"steps": len(losses), "lr": lr})
+    meta = AdapterMeta(str(model_path), source.fingerprint(), {"steps": len(losses), "lr": lr},
+                       writable_form(read.targets))
     save_adapter(Path(dst) / "adapter", arch, read.targets, parameters, meta)
     text = json.dumps({"loss": losses}) + "\n"
     write_atomic(Path(dst) / LOSSES_FILE, text.encode())
@@ -123,11 +136,18 @@ def loss_curve(
 def adamw_steps(
     model: CausalLM, parameters: Sequence[torch.nn.Parameter], batches: Sequence[Batch], lr: float
 ) -> Iterator[float]:
-    """The loss before the update of each step."""
+    """The loss before the update of each step.
+
+    Raises:
+        RunError: TT602 if it is not finite.
+    """
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0, foreach=False)
-    for batch in batches:
+    for number, batch in enumerate(batches):
         optimizer.zero_grad(set_to_none=True)
         loss = batch_loss(model, batch)
+        if not math.isfinite(loss.item()):
+            raise RunError("TT602", f"batches[{number}]", "has a loss that is not a finite number",
+                           value=loss.item(), hint="lower --lr, or try --dtype float64")
         loss.backward()
         optimizer.step()
         yield loss.item()

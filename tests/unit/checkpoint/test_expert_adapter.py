@@ -191,6 +191,30 @@ def test_the_usual_names_of_single_matrices_are_read_too(tmp_path):
     assert all(torch.equal(after.tensors[n], t) for n, t in before.tensors.items())
 
 
+def test_modules_that_peft_would_take_for_experts_are_named_as_parameters(tmp_path):
+    arch = load_arch(dsa_config(), "t")
+    targets = resolve_targets(arch, target_modules=["o_proj", "shared_experts"], rank=4, alpha=8,
+                              dropout=0.1)
+    first = resolve_targets(arch, target_modules=["layers.0.mlp.up_proj"], rank=2, alpha=8,
+                            dropout=0.1)
+    targets = first + targets
+    draw = torch.Generator().manual_seed(1)
+    tensors = {f"{t.fqn}.lora.{s}": torch.randn(t.shape(s), generator=draw) for t in targets for s in "AB"}
+    save_adapter(tmp_path / "a", arch, targets, tensors, AdapterMeta("b"))
+    config = json.loads((tmp_path / "a" / CONFIG_NAME).read_text())
+    assert config["target_modules"] == ["o_proj"]
+    assert config["target_parameters"] == [
+        "mlp.up_proj.weight",  # the one dense layer has all of these
+        *(f"shared_experts.{leaf}.weight" for leaf in ("gate_proj", "up_proj", "down_proj")),
+    ]
+    assert config["rank_pattern"] == {"model.layers.0.mlp.up_proj.weight": 2}
+    assert config["lora_dropout"] == 0.0
+    (tmp_path / "a" / MANIFEST_NAME).unlink()  # all of it can be read from PEFT's files alone
+    found = load_adapter(tmp_path / "a", arch)
+    assert {(t.fqn, t.rank, t.alpha) for t in found.targets} == {(t.fqn, t.rank, t.alpha) for t in targets}
+    assert all(torch.equal(found.tensors[n], t) for n, t in tensors.items())
+
+
 def _swap_axes(tensors: dict[str, Tensor]) -> None:
     name = next(n for n in tensors if n.endswith("experts.lora_B.weight"))
     tensors[name] = tensors[name].unflatten(1, (EXPERTS, RANK)).transpose(1, 2).flatten(1).contiguous()
@@ -296,8 +320,9 @@ def test_an_adapter_is_exported_in_the_form_that_is_asked_for(tmp_path):
     [
         (linear_config(), ("q_proj", "up_proj"), "shared_outer"),
         (dsa_config(), ("q_b_proj", "o_proj"), "per_expert"),
+        (dsa_config(), ("o_proj", "dense_ffn", "shared_experts"), "per_expert"),
     ],
-    ids=["linear", "dsa"],
+    ids=["linear", "dsa", "dsa, leaf names of experts"],
 )
 def test_peft_reads_our_experts_and_computes_the_same(
     tmp_path: Path, config: dict[str, Any], leaves: tuple[str, ...], layout: str

@@ -137,6 +137,11 @@ def module_names(arch: ArchSpec) -> dict[str, str]:
     return names
 
 
+def is_peft_expert(arch: ArchSpec, path: str) -> bool:
+    """Whether PEFT takes this entry of its `target_modules` for routed experts, whatever it names."""
+    return path.rpartition(".")[2] in WEIGHT_MAPS[arch.family].peft_experts
+
+
 def is_carried(arch: ArchSpec, name: str) -> bool:
     """Whether a released tensor belongs to a part that no verb reads and every copy keeps."""
     return name.startswith(WEIGHT_MAPS[arch.family].carried)

@@ -7,6 +7,8 @@ DeepSeek releases.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from trimtab.arch.maps.rules import Rule, WeightMap
 
 _LAYER = "model.layers.{i}."
@@ -24,15 +26,15 @@ _RULES = (
 )
 # The in-memory name of the router is its released one; the rule keeps `.gate` without `.weight`.
 _MODULES = (Rule("layers.{i}.mlp.router", _LAYER + "mlp.gate"),)
+# PEFT turns these names into the joined experts for the families that transformers once loaded
+# with one module per expert.
+_PEFT_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 _NEVER_QUANTISED = ("model.layers.*.indexer.weights_proj", "model.layers.*.eh_proj")
 
 # The releases keep the router's bias and the indexer's key norm in F32 or BF16, tools that save
 # these families keep all in one dtype; neither loses anything.
 WEIGHT_MAP = WeightMap(
     rules=_RULES, module_rules=_MODULES, float_dtypes=("BF16", "F32"),
-    never_quantised=_NEVER_QUANTISED,
+    never_quantised=_NEVER_QUANTISED, peft_experts=_PEFT_EXPERTS,
 )
-WITH_MTP_TABLES = WeightMap(
-    rules=_RULES, module_rules=_MODULES, float_dtypes=("BF16", "F32"),
-    never_quantised=_NEVER_QUANTISED, mtp_tables=True,
-)
+WITH_MTP_TABLES = replace(WEIGHT_MAP, mtp_tables=True)

@@ -61,6 +61,8 @@ class WeightMap:
             family leave as they are.
         mtp_tables: multi-token prediction layers repeat the input table and the head.
         carried: prefixes of released tensors that no verb reads and every copy keeps.
+        peft_experts: leaf names that PEFT takes for matrices of routed experts wherever
+            `target_modules` has them, so that other modules of these names cannot stand there.
     """
 
     rules: tuple[Rule, ...]
@@ -69,6 +71,7 @@ class WeightMap:
     never_quantised: tuple[str, ...] = ()
     mtp_tables: bool = False
     carried: tuple[str, ...] = ()
+    peft_experts: tuple[str, ...] = ()
 
 
 def stored_for(
