@@ -225,4 +225,6 @@ ERROR_DOCS: dict[str, ErrorDoc] = _docs(
     ("TT605", "native kernel not available",
      "A compiled CPU kernel was asked for by name and cannot be built or loaded here.",
      "Install a C++ compiler (g++), or leave the choice of implementation to Trimtab."),
+    ("TT606", "rank failed", "A process of a job on several ranks ended early.",
+     "Read the first error above the message; memory and ports of the machine are the usual causes."),
 )

@@ -155,3 +155,21 @@ def test_serving_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert run(["plan", "--model", "kimi-k3", "--cluster", "h100", "--devices", "8", "--serve"]) == 3
     assert run([*words[:-1], "--adapters", "2"]) == 2
     assert "needs --serve" in capsys.readouterr().err
+
+
+def test_a_calibration_goes_to_the_file_and_is_a_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[int | None] = []
+
+    def measured(ranks: int | None, say: object) -> str:
+        asked.append(ranks)
+        return ("name: here\ntitle: here\ndevice: d\npackages_per_host: 2\nmemory_gib: 64\n"
+                "bf16_tflops: 100\nmemory_gb_s: 1000\n")
+
+    monkeypatch.setattr("trimtab.cli.plan_calibrate.calibrate", measured)
+    out = tmp_path / "here.yaml"
+    assert run(["plan", "--calibrate", "--devices", "2", "--out", str(out)]) == 0
+    assert asked == [2] and capsys.readouterr().out == ""
+    assert run(["plan", "--model", config(tmp_path), "--cluster", str(out), "--devices", "2"]) == 0
+    assert "2 ranks = 1 host, 64 GiB each" in capsys.readouterr().out

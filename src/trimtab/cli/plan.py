@@ -50,6 +50,7 @@ def plan(
     adapters: Annotated[int | None, typer.Option(min=0, help="served at once [1]")] = None,
     price: Annotated[float | None, typer.Option(min=0, help="of a rank and hour")] = None,
     histogram: Annotated[Path | None, typer.Option(help="run directory: what capacity factors drop")] = None,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="measure this machine into --out")] = False,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="a.b=value of the recipe")] = None,
     out: Annotated[Path | None, typer.Option(help="write the recipe, or its `parallel:` section")] = None,
     html: Annotated[Path | None, typer.Option(help="write a page to this file")] = None,
@@ -57,6 +58,11 @@ def plan(
 ) -> None:
     """Find the layout of a LoRA job, and say what it needs; exit 3 if nothing fits."""
     flags = Flags(**locals())
+    if calibrate:
+        from trimtab.cli.plan_calibrate import write_calibration  # torch, only to measure
+
+        write_calibration(devices, out, as_json)
+        return
     asked = recipe_of(flags)
     if serve:
         _serve(flags, asked)

@@ -58,6 +58,7 @@ class Flags:
     adapters: int | None
     price: float | None
     histogram: Path | None
+    calibrate: bool
     overrides: Sequence[str] | None
     out: Path | None
     html: Path | None

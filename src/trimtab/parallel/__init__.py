@@ -1,0 +1,1 @@
+"""Several ranks: so far what they are measured by."""
