@@ -16,6 +16,7 @@ from typing import Literal
 
 from trimtab.arch.params import Owner, ParamSpec, inventory
 from trimtab.arch.spec import ArchSpec
+from trimtab.arch.whole import whole_kind
 from trimtab.errors import AdapterError
 
 Scaling = Literal["standard", "rslora"]
@@ -39,7 +40,7 @@ _REFUSED: dict[Owner, str] = {
     "head": "the output head has no LoRA form here",
     "norm": "a norm is no projection",
     "residual": "the residual mix is no projection worth an adapter",
-    "router": "the router is frozen; its choices must stay those of the base model",
+    "router": "it has no LoRA form; `finetune.router.train` trains it itself",
     "indexer": "the indexer selects without gradient, so the loss cannot train it",
     "routed_expert": "routed experts are chosen with `finetune.lora.experts`",
     "vision": "the vision tower is frozen",
@@ -241,19 +242,6 @@ def expert_axes(p: ParamSpec, layout: ExpertLayout) -> ExpertAxes | None:
     return ExpertAxes(p.shape[0], layout, 2 if len(p.shape) == 4 else 1)
 
 
-def full_targets(arch: ArchSpec) -> tuple[ParamSpec, ...]:
-    """The parameters that `vision.projector: full` trains.
-
-    Raises:
-        AdapterError: TT501, the model has no projector.
-    """
-    found = tuple(p for p in inventory(arch) if p.owner == "projector")
-    if not found:
-        raise AdapterError("TT501", "finetune.vision.projector", "the model has no projector",
-                           value="full")
-    return found
-
-
 def target_table(
     arch: ArchSpec, targets: Sequence[LoRATarget], full: Sequence[ParamSpec] = ()
 ) -> TargetTable:
@@ -262,7 +250,7 @@ def target_table(
     Args:
         arch: the model.
         targets: modules with an adapter.
-        full: parameters trained without LoRA; they are the last row.
+        full: parameters trained without LoRA; they are the last rows.
     """
     available: dict[tuple[str, str], int] = {}
     for p in inventory(arch):
@@ -278,10 +266,11 @@ def target_table(
         total = sum(t.num_parameters for t in members)
         rows.append(TargetRow(leaf, kind, len(members), available[(leaf, kind)], total,
                               total * _MASTER_BYTES, members[0].owner))
-    if full:
-        total = sum(p.numel for p in full)
-        rows.append(TargetRow("projector", "full", len(full), len(full), total,
-                              total * _MASTER_BYTES, "projector"))
+    for row in dict.fromkeys(whole_kind(p) for p in full):
+        parts = [p for p in full if whole_kind(p) == row]
+        total = sum(p.numel for p in parts)
+        rows.append(TargetRow(str(row), "full", len(parts), len(parts), total,
+                              total * _MASTER_BYTES, parts[0].owner))
     notes = (*_coverage(available, grouped), *_expert_notes(targets))
     return TargetTable(tuple(rows), notes)
 

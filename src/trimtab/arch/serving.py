@@ -35,6 +35,8 @@ def servable(engine: str, owner: Owner, leaf: str) -> Servable:
         return Servable("yes")
     if owner == "mla" and leaf == "kv_b_proj":
         return Servable("no", "its attention absorbs this matrix and reads the base weight")
+    if owner == "router":
+        return Servable("no", "it loads adapters, not routers that were trained; merge instead")
     if owner == "routed_expert":
         return Servable("unproven", "loaders have dropped adapters of fused experts without a "
                         "word; compare an answer with and without the adapter, or merge")

@@ -4,8 +4,8 @@ Knows: PEFT's keys and file names, what of PEFT's options is supported, complete
 Does not know: how an adapter is injected or trained.
 
 A is [rank, in], B is [out, rank]; the manifest declares the axis order. Adapters of routed experts
-are written in one of the forms of `expert_adapter`. A projector trained in full is stored as it is,
-through PEFT's `modules_to_save`.
+are written in one of the forms of `expert_adapter`. A projector and routers trained in full are
+stored as they are, through PEFT's `modules_to_save` (`whole_modules`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from trimtab.arch.adapter import LoRATarget, Side, expert_axes
-from trimtab.arch.maps import module_names, stored_of
+from trimtab.arch.maps import module_names
 from trimtab.arch.maps.experts import expert_names
-from trimtab.arch.params import ParamSpec, inventory
+from trimtab.arch.params import inventory
 from trimtab.arch.spec import ArchSpec
+from trimtab.arch.whole import trained_with
 from trimtab.checkpoint.adapter_config import (
     CONFIG_NAME,
     pattern_value,
@@ -43,6 +44,7 @@ from trimtab.checkpoint.expert_adapter import (
 )
 from trimtab.checkpoint.manifest import Manifest, inventory_hash, read_manifest, write_artefact
 from trimtab.checkpoint.source import open_source
+from trimtab.checkpoint.whole_modules import module_words, read_whole, whole_parameters
 from trimtab.errors import AdapterError
 from trimtab.models.full import train_full
 from trimtab.models.lora import inject, trainable_parameters
@@ -102,29 +104,29 @@ def save_adapter(
         dst: new directory.
         arch: of the base model.
         targets: adapted modules.
-        tensors: `{fqn}.lora.A` and `{fqn}.lora.B` of every target, and the parameters of a
-            projector trained in full, any floating dtype.
+        tensors: `{fqn}.lora.A` and `{fqn}.lora.B` of every target, and the parameters of projector
+            and routers trained in full, any floating dtype.
         meta: see `AdapterMeta`.
 
     Raises:
         AdapterError: TT502 if tensors and targets differ or hold NaN or infinity.
         CheckpointError: TT309 if `dst` holds something else.
     """
-    full = _full_parameters(arch) if any(".lora." not in name for name in tensors) else {}
+    full = trained_with(arch, tensors.keys())
     wanted: dict[str, tuple[int, ...]] = {
         f"{t.fqn}.lora.{side}": t.shape(side) for t in targets for side in _SIDES
     }
-    wanted |= {param.name: param.shape for param in full.values()}
+    wanted |= {param.name: param.shape for param in full}
     _require_same_keys(set(tensors), set(wanted), str(dst))
     values: dict[str, Tensor] = {}
     for key, shape in wanted.items():
         values[key] = tensors[key].detach().to("cpu", torch.float32).contiguous()
         _check(values[key], shape, key)
     stored = {_PREFIX + key: t.contiguous() for key, t in _outside(arch, targets, values, meta)}
-    stored |= {_PREFIX + released: values[param.name] for released, param in full.items()}
+    outside = {param.name: path for path, param in whole_parameters(arch).items()}
+    stored |= {_PREFIX + outside[param.name]: values[param.name] for param in full}
     config = peft_config(
-        arch, targets, meta.base, projector=_projector_name(arch) if full else None,
-        expert_form=meta.expert_form,
+        arch, targets, meta.base, whole=module_words(arch, full), expert_form=meta.expert_form,
     )
     extra = {
         "axis_order": AXIS_ORDER, "dropout": max((t.dropout for t in targets), default=0.0),
@@ -194,7 +196,7 @@ def load_adapter(path: str | Path, arch: ArchSpec) -> AdapterFile:
     config = read_config(source.read_file(CONFIG_NAME), f"{path}/{CONFIG_NAME}")
     manifest = None if "://" in str(path) else read_manifest(path)
     modules = {peft_name: fqn for fqn, peft_name in module_names(arch).items()}
-    full = _read_full(config, arch, f"{path}/{CONFIG_NAME}")
+    full = read_whole(config, arch, f"{path}/{CONFIG_NAME}")
     experts = _expert_tensors(arch, config, f"{path}/{CONFIG_NAME}")
     found: dict[str, dict[str, Tensor]] = {}
     whole: dict[str, Tensor] = {}
@@ -220,7 +222,10 @@ def load_adapter(path: str | Path, arch: ArchSpec) -> AdapterFile:
         rule = f"{len(left_over)} of {len(source.entries())} tensors fit no module: {listed}"
         raise AdapterError("TT502", str(path), rule,
                            hint="check that the adapter was trained on this base model")
-    _require_same_keys(set(whole), {param.name for param in full.values()}, str(path))
+    wanted = {param.name for param in trained_with(arch, whole.keys())}
+    absent = {p.owner for p in full.values()} - {p.owner for p in full.values() if p.name in whole}
+    wanted |= {param.name for param in full.values() if param.owner in absent}
+    _require_same_keys(set(whole), wanted, str(path))
     read = _assemble(str(path), arch, config, manifest, found, experts, whole)
     if manifest is not None:
         check_probe(manifest.extra.get("probe"), read.targets, read.tensors, str(path))
@@ -249,8 +254,7 @@ def attach_adapter(model: nn.Module, adapter: AdapterFile) -> None:
         AdapterError: TT502 if a target is not in the model or a tensor is left over.
     """
     inject(model, adapter.targets, seed=0)
-    if any(".lora." not in name for name in adapter.tensors):
-        train_full(model, "projector")
+    train_full(model, [name for name in adapter.tensors if ".lora." not in name])
     parameters = trainable_parameters(model)
     _require_same_keys(set(adapter.tensors), set(parameters), "adapter")
     for name, parameter in parameters.items():
@@ -329,33 +333,6 @@ def _read_declared(manifest: Manifest | None) -> dict[str, dict[str, Any]]:
         if isinstance(each, dict) and each.get("layout") in ("per_expert", "shared_outer")
         and isinstance(each.get("split_a"), bool)
     }
-
-
-def _full_parameters(arch: ArchSpec) -> dict[str, ParamSpec]:
-    """Parameters of the projector by released name."""
-    return {
-        stored.name: param
-        for param in inventory(arch) if param.owner == "projector"
-        for stored in stored_of(arch, param)
-    }
-
-
-def _projector_name(arch: ArchSpec) -> str:
-    """Released name of the projector module."""
-    released, param = next(iter(_full_parameters(arch).items()))
-    return released.removesuffix(param.name.removeprefix("projector"))
-
-
-def _read_full(config: dict[str, Any], arch: ArchSpec, where: str) -> dict[str, ParamSpec]:
-    """The parameters that `modules_to_save` names; only the projector can be among them."""
-    named = config.get("modules_to_save")
-    if not named:
-        return {}
-    params = _full_parameters(arch)
-    if not params or list(named) != [_projector_name(arch)]:
-        rule = "only the projector can be saved in full" if params else "the model has no projector"
-        raise AdapterError("TT502", f"{where}: modules_to_save", rule, value=named)
-    return params
 
 
 def _parse_key(key: str) -> tuple[str, Side | None]:

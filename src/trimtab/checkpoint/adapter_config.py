@@ -30,7 +30,7 @@ _ANY_EXPERT = r"\d+"
 
 
 def peft_config(
-    arch: ArchSpec, targets: Sequence[LoRATarget], base: str, *, projector: str | None = None,
+    arch: ArchSpec, targets: Sequence[LoRATarget], base: str, *, whole: Sequence[str] = (),
     expert_form: ExpertForm = "grouped",
 ) -> dict[str, object]:
     """The adapter_config.json of these targets.
@@ -44,7 +44,7 @@ def peft_config(
         arch: of the base model.
         targets: modules with A and B.
         base: path or id of the base model.
-        projector: name of the projector where it was trained in full.
+        whole: modules that were trained in full.
         expert_form: how adapters of routed experts are written.
     """
     if not targets:
@@ -82,7 +82,7 @@ def peft_config(
         "alpha_pattern": {
             p: _plain(t.alpha) for t in targets if t.alpha != alpha for p in paths[t.fqn]
         },
-        "modules_to_save": None if projector is None else [projector],
+        "modules_to_save": list(whole) or None,
     }
 
 

@@ -40,7 +40,7 @@ from trimtab.checkpoint.released import released_index
 from trimtab.checkpoint.rewrite import Rewritten, needed_bytes, write_files
 from trimtab.checkpoint.source import INDEX_NAME, Source, open_source
 from trimtab.checkpoint.structure import require_equal
-from trimtab.errors import ArchError
+from trimtab.errors import AdapterError, ArchError
 
 OutputDtype = Literal["native", "bf16", "fp32"]
 _CONFIG_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -157,7 +157,7 @@ def export_adapter(
             up have an A each.
 
     Raises:
-        AdapterError: TT502 if it does not fit the base.
+        AdapterError: TT502 if it does not fit the base; TT503, routers that an engine would ignore.
         CheckpointError: TT309 if `dst` holds something.
     """
     base = base or adapter_base(src)
@@ -165,6 +165,9 @@ def export_adapter(
     arch = load_arch(source.config(), source.where)
     adapter = load_adapter(src, arch)
     fingerprint = adapter.manifest.source_fingerprint if adapter.manifest else None
+    if expert_form == "per_expert" and any(".router." in name for name in adapter.tensors):
+        raise AdapterError("TT503", str(src), "has trained routers, and inference engines load adapters "
+                           "only", hint="merge it into its base, or export --to peft")
     form = expert_form or writable_form(adapter.targets)
     meta = AdapterMeta(base, fingerprint, {"made_by": "export"}, form)
     save_adapter(dst, arch, adapter.targets, adapter.tensors, meta)

@@ -41,6 +41,11 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         "gradient_clipping": "finetune.optimizer.max_grad_norm",
         "vit_lr": "finetune.optimizer.lr_by_branch",
         "aligner_lr": "finetune.optimizer.lr_by_branch",
+        # routers
+        "router_aux_loss_coef": "finetune.router.aux_loss_coef",
+        "moe_aux_loss_coeff": "finetune.router.aux_loss_coef",
+        "moe_aux_loss_coef": "finetune.router.aux_loss_coef",
+        "moe_router_load_balancing_type": "finetune.router.balance",
         # length and batch
         "max_steps": "finetune.steps",
         "train_iters": "finetune.steps",

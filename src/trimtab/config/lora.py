@@ -21,7 +21,7 @@ from trimtab.config.fields import (
 
 Branch = Literal[
     "attention", "linear_attention", "sparse_attention", "dense_ffn", "shared_experts", "latent",
-    "projector", "routed_experts",
+    "projector", "routed_experts", "router",
 ]  # fmt: skip
 Engine = Literal["trimtab", "vllm", "sglang", "vllm-ascend"]
 Scheduler = Literal["cosine", "linear", "constant"]

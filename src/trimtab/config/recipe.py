@@ -16,6 +16,7 @@ from trimtab.config.data import DataSection
 from trimtab.config.evaluation import EvaluateSection
 from trimtab.config.fields import Positive, PositiveInt, Section, Word, fault, not_yet
 from trimtab.config.lora import LoRASection, OptimizerSection
+from trimtab.config.router import RouterSection
 from trimtab.config.watch import CheckpointSection, DriftSection, Tracker, ValidateSection
 
 BaseDtype = Literal["native", "bf16", "fp32"]
@@ -90,6 +91,7 @@ class FinetuneSection(Section):
         lora: the adapter.
         optimizer: AdamW and schedule.
         vision: vision parts.
+        router: routers and the load of experts.
         on_nan: `error` stops where loss or gradient is not finite, `skip` leaves that step out.
         recompute: `layer` recomputes activations in the backward pass, layer by layer.
         steps: optimizer steps; 200 where neither this nor `epochs` is given.
@@ -105,6 +107,7 @@ class FinetuneSection(Section):
     lora: LoRASection = LoRASection()
     optimizer: OptimizerSection = OptimizerSection()
     vision: VisionSection = VisionSection()
+    router: RouterSection = RouterSection()
     on_nan: Literal["error", "skip"] = "error"
     recompute: Literal["none", "layer", "selective"] = "layer"
     steps: PositiveInt | None = None
@@ -157,7 +160,9 @@ class ParallelSection(Section):
         cp: sequences are divided among so many ranks.
         dispatcher: how tokens reach their experts; `flat` sends each routed copy, `dedup` one per
             host and rank, `all_gather` every token to every rank.
-        capacity_factor: most tokens per expert over the mean; null drops none.
+        capacity_factor: most tokens of an expert over the mean load of a micro-batch, in training; the
+            choices beyond are dropped and counted. null drops none, and only then the result does not
+            depend on how a batch is cut.
         stages: layers of each pipeline stage; balanced where left out.
     """
 

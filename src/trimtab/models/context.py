@@ -54,6 +54,33 @@ class ImageBatch:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """What one router made of the T tokens of a pack.
+
+    Args:
+        layer: of the router.
+        scores: [T, E] after the sigmoid, in at least float32, with their graph.
+        bias: [E] that took part in the selection.
+        ids: [T, A] selected experts.
+        dropped: [E] int64, choices over the capacity; None without one.
+        valid: [T] bool, False for padding; None where all tokens are real.
+    """
+
+    layer: int
+    scores: Tensor
+    bias: Tensor
+    ids: Tensor
+    dropped: Tensor | None
+    valid: Tensor | None
+
+    @property
+    def tokens_per_expert(self) -> Tensor:
+        """[E] int64, real tokens that selected each expert, dropped ones among them."""
+        real = self.ids if self.valid is None else self.ids[self.valid]
+        return torch.bincount(real.flatten(), minlength=len(self.bias))
+
+
 @dataclass(frozen=True)
 class ForwardContext:
     """A pack of N sequences in T flat tokens.
@@ -65,11 +92,12 @@ class ForwardContext:
         token_ids: [T] int64, global number of each token in the data stream, for dropout masks.
         cache: decoding state of the N sequences; the tokens then continue them.
         tape: records or replays discrete choices.
-        stats: called as stats(layer, tokens_per_expert [E] int64) by every routed layer.
+        stats: called by every router with what it did.
         observe: called as observe(name, tensor) with hidden states.
         dropout: set while training; None switches dropout off.
         recompute: layers are computed again in the backward pass instead of kept.
         images: whose features replace the rows of their placeholder tokens.
+        capacity: most tokens of an expert over the mean load; more are dropped. None drops none.
     """
 
     lengths: tuple[int, ...]
@@ -78,26 +106,27 @@ class ForwardContext:
     token_ids: Tensor | None = None
     cache: ModelCache | None = None
     tape: ChoiceTape | None = None
-    stats: Callable[[int, Tensor], None] | None = None
+    stats: Callable[[Routing], None] | None = None
     observe: Callable[[str, Tensor], None] | None = None
     dropout: DropoutKey | None = None
     recompute: bool = False
     images: ImageBatch | None = None
+    capacity: float | None = None
 
     @classmethod
     def packed(
         cls, lengths: Sequence[int], device: torch.device | str = "cpu", *,
         valid: Tensor | None = None, token_ids: Tensor | None = None,
         cache: ModelCache | None = None, tape: ChoiceTape | None = None,
-        stats: Callable[[int, Tensor], None] | None = None,
+        stats: Callable[[Routing], None] | None = None,
         observe: Callable[[str, Tensor], None] | None = None,
         dropout: DropoutKey | None = None, recompute: bool = False,
-        images: ImageBatch | None = None,
+        images: ImageBatch | None = None, capacity: float | None = None,
     ) -> ForwardContext:
         """A context for sequences of the given lengths; the fields are those of the class."""
         return cls(
             tuple(int(n) for n in lengths), torch.device(device), valid, token_ids, cache, tape,
-            stats, observe, dropout, recompute, images,
+            stats, observe, dropout, recompute, images, capacity,
         )
 
     def at(self, rows: Tensor) -> ForwardContext:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,14 +13,6 @@ from trimtab.ops.precision import linear
 if TYPE_CHECKING:
     from trimtab.models.context import ForwardContext
     from trimtab.models.lora import LoRA
-
-
-@dataclass(frozen=True, slots=True)
-class FrozenWeight:
-    """The weight and bias of the base that trained ones replace; no module owns them."""
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None = None
 
 
 class Linear(nn.Module):
@@ -36,7 +27,6 @@ class Linear(nn.Module):
 
     lora: LoRA | None
     bias: nn.Parameter | None
-    frozen: FrozenWeight | None = None
 
     def __init__(
         self, in_features: int, out_features: int, dtype: torch.dtype, *, bias: bool = False
@@ -66,8 +56,6 @@ class Linear(nn.Module):
 class RMSNorm(nn.Module):
     """RMS norm with a plain gain."""
 
-    frozen: FrozenWeight | None = None
-
     def __init__(self, width: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
         self.eps = eps
@@ -80,8 +68,6 @@ class RMSNorm(nn.Module):
 
 class LayerNormWeights(nn.Module):
     """Gain and bias of a layer norm."""
-
-    frozen: FrozenWeight | None = None
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()

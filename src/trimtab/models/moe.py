@@ -7,11 +7,12 @@ from torch import Tensor, nn
 
 from trimtab.arch.quantization import PackedForm
 from trimtab.arch.spec import ActivationSpec, MoESpec
-from trimtab.models.context import ForwardContext
+from trimtab.models.context import ForwardContext, Routing
 from trimtab.models.experts import DenseWeight
 from trimtab.models.linear import Linear, RMSNorm
 from trimtab.models.packed import PackedWeight
 from trimtab.ops.backends import OpTable
+from trimtab.ops.moe.capacity import drop_beyond
 from trimtab.ops.moe.loop import ExpertCall
 from trimtab.ops.moe.routing import RouterRule, expert_weights, select_experts
 from trimtab.ops.precision import island_dtype
@@ -56,12 +57,20 @@ class Router(nn.Module):
         )
 
     def forward(self, x: Tensor, ctx: ForwardContext, layer: int) -> tuple[Tensor, Tensor]:
-        """Expert ids [T, A] ascending, and their weights [T, A] in at least float32."""
+        """Expert ids [T, A] and their weights [T, A] in at least float32.
+
+        Ids are ascending before the capacity takes effect; E stands for a dropped choice.
+        """
         dtype = island_dtype(x)
         scores = torch.sigmoid(x.to(dtype) @ self.weight.to(dtype).mT)
         bias = self.e_score_correction_bias
         ids = ctx.choose(layer, "experts", lambda: select_experts(scores, bias, self.rule))
-        return ids, expert_weights(scores, ids, self.rule)
+        kept, dropped = ids, None
+        if ctx.capacity is not None:
+            kept, dropped = drop_beyond(ids, len(bias), ctx.capacity, ctx.valid)
+        if ctx.stats is not None:
+            ctx.stats(Routing(layer, scores, bias, ids, dropped, ctx.valid))
+        return kept, expert_weights(scores, ids, self.rule)
 
 
 class Experts(nn.Module):
@@ -87,7 +96,6 @@ class Experts(nn.Module):
             DenseWeight(shape, dtype) if form is None else PackedWeight(shape, form, ops.packed_decode)
             for shape, form in zip(shapes, packed, strict=True)
         )
-        self.num_experts = e
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor, ctx: ForwardContext) -> Tensor:
         """Weighted sum over each token's experts.
@@ -140,9 +148,6 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """[T, D] -> [T, D]."""
         ids, weights = self.router(x, ctx, self.layer)
-        if ctx.stats is not None:
-            real = ids if ctx.valid is None else ids[ctx.valid]
-            ctx.stats(self.layer, self._tokens_per_expert(real))
         z = x if self.latent_down is None else self.latent_down(x, ctx)
         m: Tensor = self.experts(z, ids, weights, ctx)
         if self.latent_norm is not None:
@@ -150,7 +155,3 @@ class MoE(nn.Module):
         if self.latent_up is not None:
             m = self.latent_up(m, ctx)
         return m if self.shared_experts is None else m + self.shared_experts(x, ctx)
-
-    def _tokens_per_expert(self, ids: Tensor) -> Tensor:
-        """[E] int64, rows that each expert gets from ids [T, A]."""
-        return torch.bincount(ids.flatten(), minlength=self.experts.num_experts)

@@ -21,7 +21,7 @@ from trimtab.models.context import ForwardContext
 from trimtab.models.decoder import CausalLM
 from trimtab.models.expert_lora import ExpertAdapter
 from trimtab.models.experts import DenseWeight
-from trimtab.models.full import Trainable, full_modules
+from trimtab.models.full import full_modules, put_back
 from trimtab.models.linear import Linear
 from trimtab.models.lora import Adapter, LoRA, add_delta, disabled, lora_modules
 from trimtab.models.packed import PackedWeight
@@ -93,10 +93,11 @@ def _logits(model: CausalLM, batch: MicroBatch, tape: ChoiceTape) -> Tensor:
 @contextmanager
 def _merged(model: CausalLM, *, rounded: bool) -> Iterator[None]:
     """Adapted modules carry merged weights and no adapter inside the block; packed ones keep it."""
-    kept: list[tuple[Trainable | DenseWeight, Parameter, Adapter | None]] = [
-        (module, module.weight, None) for _, module, _ in full_modules(model)
-    ]
-    storage = {id(module): frozen.weight.dtype for _, module, frozen in full_modules(model)}
+    kept: list[tuple[Linear | DenseWeight, Parameter, Adapter]] = []
+    trained = []  # what a merge of parameters trained in full is but for rounding
+    for _, full, frozen in full_modules(model) if rounded else ():
+        stored = {leaf: _rounded(full.get_parameter(leaf), p.dtype) for leaf, p in frozen.items()}
+        trained.append((full, put_back(full, stored)))
     for name, lora in lora_modules(model).items():
         module = model.get_submodule(name)
         if isinstance(module, PackedWeight):  # nothing to merge into without packing anew
@@ -105,22 +106,24 @@ def _merged(model: CausalLM, *, rounded: bool) -> Iterator[None]:
         kept.append((module, module.weight, lora))
     try:
         for module, weight, child in kept:
-            dtype = storage.get(id(module), weight.dtype)
-            if not rounded:
-                dtype = torch.promote_types(weight.dtype, torch.float32)
-            merged = weight.detach().to(dtype, copy=True)
-            if child is not None:
-                add_delta(merged, weight.detach(), child)
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            merged = weight.detach().to(weight.dtype if rounded else wide, copy=True)
+            add_delta(merged, weight.detach(), child)
             module.weight = Parameter(merged, requires_grad=False)
-            if isinstance(module, Linear | DenseWeight):
-                module.lora = None
+            module.lora = None
         yield
     finally:
+        for full, masters in trained:
+            put_back(full, masters)
         for module, weight, child in kept:
             module.weight = weight
             if isinstance(module, Linear):
                 assert not isinstance(child, ExpertAdapter)
                 module.lora = child
-            elif isinstance(module, DenseWeight):
+            else:
                 assert not isinstance(child, LoRA)
                 module.lora = child
+
+
+def _rounded(parameter: Parameter, dtype: torch.dtype) -> Parameter:
+    return Parameter(parameter.detach().to(dtype), requires_grad=False)

@@ -34,7 +34,8 @@ def count_flops(
         options: of the run.
     """
     with FlopCounterMode(display=False) as counter:
-        totals = [total for total, _ in loss_sums(model, batch, 0, options, None).values()]
+        sums = loss_sums(model, batch, 0, options, None)
+        totals = [total for total, _ in sums.by_role.values()]
         loss = torch.stack(totals).sum()
         if loss.requires_grad:
             loss.backward()

@@ -29,6 +29,7 @@ from trimtab.train.identity import fixed_hash
 from trimtab.train.optimizer import OptimizerOptions, branches_of, build_optimizer
 from trimtab.train.plan import BatchPlan, RunPlan
 from trimtab.train.reporter import Reporter
+from trimtab.train.router_load import RoutingOptions
 from trimtab.train.run_dir import RunDirectory, RunRecord, versions
 from trimtab.train.schedule import Schedule
 from trimtab.train.start import start_from
@@ -121,8 +122,7 @@ def assemble(
             progress=lambda done, total: update(100 * done // max(1, total), 100),
         )
     inject(model, plan.targets, recipe.seed)
-    if plan.full:
-        train_full(model, "projector")
+    train_full(model, [param.name for param in plan.full])
     parameters = trainable_parameters(model)
     if length.lora.init_from is not None:
         fingerprint = open_source(recipe.model.path).fingerprint()
@@ -137,7 +137,9 @@ def assemble(
         build_optimizer(parameters, plan.targets, options), data,
         Schedule.from_ratio(settings.scheduler, steps, settings.warmup_ratio),
         StepOptions(plan.batch, recipe.seed, settings.max_grad_norm, length.on_nan,
-                    length.recompute == "layer", branches_of(parameters, plan.targets)),
+                    length.recompute == "layer", branches_of(parameters, plan.targets),
+                    RoutingOptions(length.router.balance, length.router.aux_loss_coef,
+                                   recipe.parallel.capacity_factor)),
     )
 
 

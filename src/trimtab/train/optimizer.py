@@ -42,8 +42,8 @@ def build_optimizer(
     """AdamW with one group per distinct learning rate, in parameter order.
 
     Args:
-        parameters: `{fqn}.lora.A`, `{fqn}.lora.B` and weights of a projector trained in full, to
-            float32 parameters.
+        parameters: `{fqn}.lora.A`, `{fqn}.lora.B` and what is trained in full, to float32
+            parameters; those without gradient are left out.
         targets: where each adapter belongs, for its branch.
         options: rates and moments.
 
@@ -61,6 +61,8 @@ def build_optimizer(
         )
     groups: dict[float, list[Parameter]] = {}
     for name, parameter in parameters.items():
+        if not parameter.requires_grad:
+            continue
         rate = _rate(options, branches[name])
         if name.endswith(".lora.B"):
             rate *= options.lora_b_lr_ratio
@@ -76,9 +78,12 @@ def build_optimizer(
 def branches_of(
     parameters: Mapping[str, Parameter], targets: Sequence[LoRATarget]
 ) -> tuple[str, ...]:
-    """The branch of each trainable tensor, in their order; what is trained in full is the projector."""
+    """The branch of each trainable tensor, in their order."""
     branches = {target.fqn: target.branch for target in targets}
-    return tuple(branches.get(name.partition(".lora.")[0], "projector") for name in parameters)
+    full = {True: "router", False: "projector"}
+    return tuple(
+        branches.get(name.partition(".lora.")[0]) or full[".router." in name] for name in parameters
+    )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:

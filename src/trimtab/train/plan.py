@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from trimtab.arch.adapter import (
     LoRATarget,
     TargetTable,
-    full_targets,
     resolve_targets,
     target_table,
 )
@@ -20,6 +19,7 @@ from trimtab.arch.overrides import Override, apply_overrides, scale_expert_ranks
 from trimtab.arch.params import ParamSpec, inventory
 from trimtab.arch.serving import Servable, servable
 from trimtab.arch.spec import ArchSpec
+from trimtab.arch.whole import full_targets, router_targets
 from trimtab.checkpoint.source import open_source
 from trimtab.config.recipe import Recipe
 from trimtab.data.image_totals import has_images
@@ -74,7 +74,7 @@ class RunPlan:
         batch: how a global batch is cut.
         steps: optimisation steps, None where the recipe counts epochs.
         base_parameters: elements of the text model.
-        full: parameters trained without LoRA, those of the projector or none.
+        full: parameters trained without LoRA, those of the projector and of routers.
         vision: tower and projector take part.
         serving: whether the engine of `lora.serve_with` applies each row of the table; empty
             where the recipe names none.
@@ -137,6 +137,9 @@ def plan_run(recipe: Recipe) -> RunPlan:
     require_readable(arch, source.where)
     batch = recipe.finetune.batch
     targets, full, note, vision = _choose(recipe, arch)
+    router = recipe.finetune.router
+    if router.train != "frozen":
+        full += router_targets(arch, weight=router.train == "full", bias=router.balance == "quantile")
     table = target_table(arch, targets, full)
     engine = recipe.finetune.lora.serve_with
     serving = () if engine is None else _serving(engine, table)

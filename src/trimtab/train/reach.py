@@ -38,7 +38,7 @@ class Reach:
         self._check_steps = check_steps
         self._waiting = {
             name: parameter for name, parameter in parameters.items()
-            if not name.endswith(".lora.A")
+            if not name.endswith(".lora.A") and parameter.requires_grad
         }
         self._experts: dict[str, set[int]] = {}
         for name, parameter in self._waiting.items():

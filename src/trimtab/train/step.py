@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -25,7 +25,7 @@ from trimtab.models.tape import ChoiceTape
 from trimtab.train.batch import MicroBatch, micro_batches, on_device
 from trimtab.train.nan_guard import first_fault
 from trimtab.train.plan import BatchPlan
-from trimtab.train.router_load import RouterLoad
+from trimtab.train.router_load import RouterLoad, RoutingOptions, RoutingSink, rebalance
 
 OnNaN = Literal["error", "skip"]
 
@@ -41,6 +41,7 @@ class StepOptions:
         on_nan: what follows a loss or gradient that is not finite.
         recompute: layers are computed again in the backward pass.
         branches: branch of each parameter, in their order, for the gradient norms.
+        routing: what is done about the load of experts.
     """
 
     plan: BatchPlan
@@ -49,6 +50,7 @@ class StepOptions:
     on_nan: OnNaN
     recompute: bool
     branches: tuple[str, ...] = ()
+    routing: RoutingOptions = field(default_factory=RoutingOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +102,19 @@ def train_step(
     """
     optimizer.zero_grad(set_to_none=True)
     supervised = sum(int(pack.num_supervised) for pack in packs)
+    real = sum(int(pack.valid.sum()) for pack in packs)
     loss = 0.0
     sums: dict[str, float] = {}
     tokens: dict[str, int] = {}
     for batch in micro_batches(packs, options.plan):
         found = loss_sums(model, batch, step, options, load)
-        part = torch.stack([total for total, _ in found.values()]).sum() / max(1, supervised)
+        part = torch.stack([total for total, _ in found.by_role.values()]).sum() / max(1, supervised)
+        loss += part.item()
+        if found.balance is not None:
+            part = part + options.routing.aux_loss_coef * found.balance / max(1, real)
         if part.requires_grad:
             part.backward()
-        loss += part.item()
-        for role, (total, count) in found.items():
+        for role, (total, count) in found.by_role.items():
             sums[role] = sums.get(role, 0.0) + total.item()
             tokens[role] = tokens.get(role, 0) + count
     by_branch = norm_by_branch(parameters, options.branches)
@@ -127,6 +132,8 @@ def train_step(
             )
     if finite:
         optimizer.step()
+        if options.routing.balance == "quantile" and load is not None:
+            rebalance(model, load)
     by_role = {role: total / max(1, tokens[role]) for role, total in sums.items()}
     return StepResult(loss, grad_norm, supervised, not finite, by_role, by_branch, fault)
 
@@ -139,7 +146,7 @@ def _first_fault(
 
     def again() -> None:
         for batch in micro_batches(packs, options.plan):
-            for total, _ in loss_sums(model, batch, step, options, None).values():
+            for total, _ in loss_sums(model, batch, step, options, None).by_role.values():
                 if total.requires_grad:
                     total.backward(retain_graph=True)
 
@@ -173,14 +180,27 @@ def norm_by_branch(
     return {branch: math.sqrt(square) for branch, square in squares.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class LossSums:
+    """Losses of one micro-batch, summed over its tokens.
+
+    Args:
+        by_role: in nats and the number of supervised tokens, by the role of their source; a
+            micro-batch without any has one sum of no tokens.
+        balance: load-balancing loss of all layers over all real tokens; None where it is not asked
+            for.
+    """
+
+    by_role: dict[str, tuple[Tensor, int]]
+    balance: Tensor | None
+
+
 def loss_sums(
     model: CausalLM, batch: MicroBatch, step: int, options: StepOptions, load: RouterLoad | None
-) -> dict[str, tuple[Tensor, int]]:
-    """Sum of the losses of the supervised tokens of one micro-batch, in nats, and their number.
-
-    By the role of their source; a micro-batch without any has one sum of no tokens.
-    """
+) -> LossSums:
+    """Forward pass of one micro-batch up to its losses; `load` counts what its routers do."""
     device = model.embed.weight.device
+    sink = RoutingSink(load, batch.lengths if options.routing.balance == "aux" else None)
     context = ForwardContext.packed(
         batch.lengths,
         device,
@@ -188,10 +208,11 @@ def loss_sums(
         token_ids=batch.token_ids.to(device),
         # Recomputed layers must route their tokens as the first pass did.
         tape=ChoiceTape() if options.recompute else None,
-        stats=None if load is None else load.micro_batch(),
+        stats=sink,
         dropout=DropoutKey(options.seed, step),
         recompute=options.recompute,
         images=on_device(batch.images, device),
+        capacity=options.routing.capacity,
     )
     labels = batch.labels.to(device)
     hidden = model(batch.input_ids.to(device), context)  # [T, D]
@@ -203,4 +224,4 @@ def loss_sums(
         count = int(of_role.sum())
         if count or (role == "domain" and not len(rows)):
             found[role] = (losses[of_role].sum(), count)
-    return found
+    return LossSums(found, sink.balance)

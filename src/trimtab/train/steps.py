@@ -120,7 +120,7 @@ class _Steps:
         factor = job.schedule.factor(self.step)
         set_learning_rate(job.optimizer, factor)
         rate = job.recipe.finetune.optimizer.lr * factor
-        load = RouterLoad()
+        load = RouterLoad(histograms=job.options.routing.balance == "quantile")
         result = train_step(job.model, packs, list(job.parameters.values()), job.optimizer,
                             step=self.step, options=job.options, load=load)
         if result.skipped:

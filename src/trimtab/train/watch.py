@@ -68,6 +68,12 @@ class Watch:
             "router_max_over_mean": load.max_over_mean(),
             "skipped": result.skipped,
         }
+        if self._job.options.routing.capacity is not None:
+            dropped = load.dropped()
+            row |= {"dropped_tokens": sum(dropped.values()), "dropped_by_layer": dropped}
+        balance = load.balance(real)
+        if balance is not None:
+            row["router_balance_loss"] = balance
         if self._flops is not None:
             per_second = self._flops / elapsed
             row["flops_per_second"] = round(per_second)

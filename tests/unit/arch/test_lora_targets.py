@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from trimtab.arch.adapter import LoRATarget, full_targets, resolve_targets, target_table
+from trimtab.arch.adapter import LoRATarget, resolve_targets, target_table
 from trimtab.arch.spec import (
     ActivationSpec,
     ArchSpec,
@@ -20,6 +20,7 @@ from trimtab.arch.spec import (
     MoESpec,
     VisionSpec,
 )
+from trimtab.arch.whole import full_targets
 from trimtab.errors import AdapterError
 
 ACT = ActivationSpec("situ", 4.0, 25.0)

@@ -165,7 +165,7 @@ def test_spoiled_tensors(
     [
         ("peft_type", "IA3", "must be LORA"), ("use_dora", True, "not supported"),
         ("r", 8, "has rank 4"), ("r", "4", "positive number"), ("bias", "all", "must be none"),
-        ("modules_to_save", ["lm_head"], "only the projector"),
+        ("modules_to_save", ["lm_head"], "only projector and router"),
     ],
 )
 def test_spoiled_config(
@@ -204,6 +204,7 @@ def test_zero_adapter_keeps_base_logits_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parity
+@pytest.mark.parametrize("routers", [False, True])
 @pytest.mark.parametrize(
     ("config", "leaves", "low_rank"),
     [
@@ -215,12 +216,12 @@ def test_zero_adapter_keeps_base_logits_bit_for_bit(tmp_path: Path) -> None:
     ids=["linear", "dsa"],
 )
 def test_peft_reads_our_adapter_and_computes_the_same(
-    tmp_path: Path, config: dict[str, Any], leaves: tuple[str, ...], low_rank: str
+    tmp_path: Path, config: dict[str, Any], leaves: tuple[str, ...], low_rank: str, routers: bool
 ) -> None:
     config = config | {"dtype": "float32", "torch_dtype": "float32"}
     arch = make(tmp_path / "m", config)
     targets = targets_of(arch, leaves, 4) + targets_of(arch, (low_rank,), 2)
-    tensors = random_tensors(targets)
+    tensors = random_tensors(targets) | (_router_tensors(arch) if routers else {})
     save_adapter(tmp_path / "a", arch, targets, tensors, AdapterMeta(str(tmp_path / "m")))
     sequences = probe_sequences(arch.vocab_size, 1, 30)
     (tmp_path / "ids.json").write_text(json.dumps(sequences))
@@ -246,6 +247,32 @@ def test_peft_reads_our_adapter_and_computes_the_same(
 def _projector(arch: ArchSpec) -> list[LoRATarget]:
     words = ["projector", "q_proj"]
     return list(resolve_targets(arch, target_modules=words, rank=4, alpha=8))
+
+
+def _router_tensors(arch: ArchSpec) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    return {p.name: torch.randn(p.shape, generator=draw) * 0.2
+            for p in inventory(arch) if p.owner == "router"}
+
+
+def test_routers_trained_in_full_go_through_modules_to_save(tmp_path: Path) -> None:
+    arch = make(tmp_path / "m", linear_config())
+    targets = targets_of(arch)
+    tensors = {**random_tensors(targets), **_router_tensors(arch)}
+    save_adapter(tmp_path / "a", arch, targets, tensors, AdapterMeta("models/base"))
+    config = json.loads((tmp_path / "a" / CONFIG_NAME).read_text())
+    assert config["modules_to_save"] == ["mlp.gate"]
+    found = load_adapter(tmp_path / "a", arch)
+    assert found.tensors.keys() == tensors.keys()
+    assert all(torch.equal(found.tensors[n], tensors[n]) for n in tensors)
+    one = next(n for n in tensors if n.endswith("router.weight"))
+    with pytest.raises(AdapterError, match=r"missing .*router\.weight"):
+        save_adapter(tmp_path / "b", arch, targets, {n: t for n, t in tensors.items() if n != one},
+                     AdapterMeta("models/base"))
+    file = tmp_path / "a" / WEIGHTS_NAME
+    save_file({n: t for n, t in load_file(file).items() if ".gate." not in n}, file)
+    with pytest.raises(AdapterError, match=r"missing .*router"):
+        load_adapter(tmp_path / "a", arch)
 
 
 def _full_tensors(arch: ArchSpec) -> dict[str, Tensor]:
@@ -294,7 +321,7 @@ def test_a_projector_trained_in_full_goes_through_modules_to_save(
 
 
 @pytest.mark.parametrize("named", [["lm_head"], ["mm_projector", "lm_head"]])
-def test_only_the_projector_can_be_saved_in_full(
+def test_only_projector_and_routers_can_be_saved_in_full(
     tmp_path: Path, arch: ArchSpec, named: list[str]
 ) -> None:
     targets = targets_of(arch)
@@ -302,7 +329,7 @@ def test_only_the_projector_can_be_saved_in_full(
     save_adapter(tmp_path / "a", arch, targets, tensors, AdapterMeta("models/base"))
     file = tmp_path / "a" / CONFIG_NAME
     file.write_text(json.dumps({**json.loads(file.read_text()), "modules_to_save": named}))
-    with pytest.raises(AdapterError, match="only the projector"):
+    with pytest.raises(AdapterError, match="only projector and router can be saved in full"):
         load_adapter(tmp_path / "a", arch)
 
 

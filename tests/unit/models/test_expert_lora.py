@@ -16,7 +16,7 @@ from trimtab.arch.load import load_arch
 from trimtab.checkpoint.init import init_checkpoint
 from trimtab.checkpoint.load import load_model
 from trimtab.errors import AdapterError
-from trimtab.models.context import DropoutKey, ForwardContext
+from trimtab.models.context import DropoutKey, ForwardContext, Routing
 from trimtab.models.decoder import CausalLM
 from trimtab.models.expert_lora import ExpertAdapter, expert_delta
 from trimtab.models.lora import disabled, inject, lora_modules, lora_parameters, merge
@@ -114,7 +114,11 @@ def test_the_start_of_an_expert_depends_on_seed_name_and_number_only(base):
 def test_experts_that_tokens_reached_get_a_gradient_and_others_none(base, layout):
     model = adapted(base, layout)
     reached: dict[int, Tensor] = {}
-    hidden = model(IDS, ForwardContext.packed([len(IDS)], stats=reached.__setitem__))
+
+    def count(routing: Routing) -> None:
+        reached[routing.layer] = routing.tokens_per_expert
+
+    hidden = model(IDS, ForwardContext.packed([len(IDS)], stats=count))
     model.token_losses(hidden[:-1], IDS[1:]).sum().backward()
     for name, module in lora_modules(model).items():
         if not isinstance(module, ExpertAdapter):

@@ -20,7 +20,7 @@ from trimtab.checkpoint.init import init_checkpoint
 from trimtab.checkpoint.load import load_model
 from trimtab.errors import AdapterError, ConfigError
 from trimtab.models.build import build_model
-from trimtab.models.context import DropoutKey, ForwardContext
+from trimtab.models.context import DropoutKey, ForwardContext, Routing
 from trimtab.models.decoder import CausalLM
 from trimtab.models.generate import generate, stream
 from trimtab.models.lora import disabled, inject, lora_parameters, merge
@@ -216,7 +216,11 @@ def test_padding_is_kept_out_of_the_routing_statistics(model, ids):
     seen: dict[int, Tensor] = {}
     valid = torch.ones(len(ids), dtype=torch.bool)
     valid[-10:] = False
-    logits(model, ids, valid=valid, stats=seen.__setitem__)
+
+    def count(routing: Routing) -> None:
+        seen[routing.layer] = routing.tokens_per_expert
+
+    logits(model, ids, valid=valid, stats=count)
     top_k = model.arch.layers[1].ffn.top_k
     assert set(seen) == {i for i, layer in enumerate(model.arch.layers) if i > 0 and layer}
     assert all(int(counts.sum()) == 50 * top_k for counts in seen.values())

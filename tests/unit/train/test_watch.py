@@ -12,6 +12,7 @@ import torch
 
 from tests.unit.train.test_step import adapted, packs
 from trimtab.errors import RunError
+from trimtab.models.context import Routing
 from trimtab.models.lora import lora_parameters
 from trimtab.train.batch import micro_batches
 from trimtab.train.drift import router_drift
@@ -65,7 +66,7 @@ def test_gradient_norms_of_branches_add_up_to_the_global_one(
     named = lora_parameters(model)
     (batch,) = micro_batches(packs(tmp_path, checkpoint, 1), PLAN)
     options = StepOptions(PLAN, 17, None, "error", False)
-    sum(total for total, _ in loss_sums(model, batch, 0, options, None).values()).backward()  # type: ignore[union-attr]
+    sum(total for total, _ in loss_sums(model, batch, 0, options, None).by_role.values()).backward()  # type: ignore[union-attr]
     branches = ["kda" if ".0." in name else "rest" for name in named]
     norms = norm_by_branch(list(named.values()), branches)
     total = clip_gradients(named.values(), None)
@@ -77,10 +78,16 @@ def test_losses_of_both_sources_add_up(tmp_path: Path, checkpoint: Path) -> None
     model = adapted(checkpoint)
     options = StepOptions(BatchPlan(256, 256, 64), 17, None, "error", False)
     (batch,) = micro_batches(packs(tmp_path, checkpoint, 4), options.plan)
-    found = loss_sums(model, batch, 0, options, None)
+    found = loss_sums(model, batch, 0, options, None).by_role
     assert set(found) == {"domain", "general"}
     assert sum(count for _, count in found.values()) == int((batch.labels >= 0).sum())
     assert all(total.item() > 0 for total, _ in found.values())
+
+
+def routed(counts: list[int]) -> Routing:
+    ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).unsqueeze(1)
+    scores, bias = torch.rand(len(ids), len(counts)), torch.zeros(len(counts))
+    return Routing(1, scores, bias, ids, None, None)
 
 
 def test_experts_are_summed_over_stretches_that_end_with_every_save(tmp_path: Path) -> None:
@@ -88,7 +95,7 @@ def test_experts_are_summed_over_stretches_that_end_with_every_save(tmp_path: Pa
     log = ExpertLog(tmp_path / "experts.jsonl", 0, 3)
     for step in range(1, 6):
         load = RouterLoad()
-        load.micro_batch()(1, torch.tensor([step, 1]))
+        load.record(routed([step, 1]))
         log.add(step, load, saves=step == 4)
     rows = [json.loads(line) for line in (tmp_path / "experts.jsonl").read_text().splitlines()]
     assert [(r["since"], r["step"], r["tokens"]["1"]) for r in rows] == [

@@ -142,6 +142,21 @@ def is_peft_expert(arch: ArchSpec, path: str) -> bool:
     return path.rpartition(".")[2] in WEIGHT_MAPS[arch.family].peft_experts
 
 
+def router_names(arch: ArchSpec) -> dict[str, str]:
+    """Our routers -> their path in a PEFT directory, named as in `module_names`."""
+    weight_map = WEIGHT_MAPS[arch.family]
+    names: dict[str, str] = {}
+    for param in inventory(arch):
+        module, _, leaf = param.name.rpartition(".")
+        if param.owner != "router" or leaf != "weight":
+            continue
+        released = rename(param.name, weight_map.rules)
+        if released is None:
+            raise LookupError(f"no rule of the weight map fits {param.name}")
+        names[module] = rename(module, weight_map.module_rules) or released.removesuffix(".weight")
+    return names
+
+
 def is_carried(arch: ArchSpec, name: str) -> bool:
     """Whether a released tensor belongs to a part that no verb reads and every copy keeps."""
     return name.startswith(WEIGHT_MAPS[arch.family].carried)

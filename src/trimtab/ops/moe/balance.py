@@ -1,4 +1,6 @@
-"""Quantile Balancing: the selection bias that spreads tokens evenly, without a loss or a gradient.
+"""What spreads tokens evenly over experts: a selection bias without gradient, or a loss.
+
+Quantile Balancing is the bias:
 
     alpha_i = (A+1)-th largest of s_i + b;  r_ij = alpha_i - s_ij      the bias that token i needs for j
     b_j <- A/E quantile of {r_ij}_i;  b <- b - mean b
@@ -7,6 +9,13 @@ so that over one global batch every expert gets T A / E tokens. Only histograms 
 add up over micro-batches and ranks.
 
 Source: equations 13 and 14 of the report that introduced it (section 2.3.3).
+
+The loss is taken per sequence, so that it does not depend on how a batch is cut:
+
+    f_j = E / (A T_n) #(tokens of sequence n that selected j);  P_j = mean_i s_ij / sum_j s_ij
+    L_n = sum_j f_j P_j                              1 where the load is even
+
+Source: equations 17 to 20 of the DeepSeek-V3 report (arXiv 2412.19437).
 """
 
 from __future__ import annotations
@@ -73,6 +82,32 @@ def balanced_bias(histogram: Tensor, bias: Tensor, top_k: int) -> Tensor:
     share = (wanted - before) / inside.clamp(min=1)
     new = low + (index.to(wide) + share).squeeze(-1) * ((high - low) / bins)
     return (new - new.mean()).to(bias.dtype)
+
+
+def balance_loss(
+    scores: Tensor, ids: Tensor, sequences: Tensor, valid: Tensor | None = None
+) -> Tensor:
+    """sum_n T_n L_n over the sequences of a pack; over their tokens it is the mean of L.
+
+    Args:
+        scores: [T, E] after the sigmoid; the gradient flows through them only.
+        ids: [T, A] selected experts.
+        sequences: [T] int64, number of the sequence of each token, ascending from 0.
+        valid: [T] bool, False for padding, which counts in no sequence.
+
+    Returns:
+        A scalar in the dtype of `scores`.
+    """
+    if valid is not None:
+        scores, ids, sequences = scores[valid], ids[valid], sequences[valid]
+    if not len(ids):
+        return scores.sum()
+    experts, count = scores.shape[1], int(sequences[-1]) + 1
+    cells = (sequences.unsqueeze(1) * experts + ids).flatten()
+    load = torch.bincount(cells, minlength=count * experts).view(count, experts)
+    lengths = torch.bincount(sequences, minlength=count).clamp(min=1)
+    share = load.to(scores.dtype) * (experts / (ids.shape[1] * lengths.to(scores.dtype))).unsqueeze(1)
+    return (scores / scores.sum(1, keepdim=True) * share[sequences]).sum()
 
 
 def _bounds(bias: Tensor) -> tuple[float, float]:
