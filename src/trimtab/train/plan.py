@@ -171,9 +171,6 @@ def _require_one_device(recipe: Recipe) -> None:
             "TT102", "parallel", "training on several devices is not supported yet",
             value=f"{section.ranks} ranks", hint="leave the section out to train on one device",
         )
-    if section.capacity_factor is not None:
-        raise ConfigError("TT102", "parallel.capacity_factor", "is not supported yet",
-                          value=section.capacity_factor, hint="leave it at null")
 
 
 def _choose(

@@ -15,7 +15,7 @@ The loss is taken per sequence, so that it does not depend on how a batch is cut
     f_j = E / (A T_n) #(tokens of sequence n that selected j);  P_j = mean_i s_ij / sum_j s_ij
     L_n = sum_j f_j P_j                              1 where the load is even
 
-Source: equations 17 to 20 of the DeepSeek-V3 report (arXiv 2412.19437).
+Source: equations 17 to 20 of arXiv 2412.19437.
 """
 
 from __future__ import annotations
