@@ -141,7 +141,8 @@ def test_list_names_presets_and_families(capsys: pytest.CaptureFixture[str]) -> 
         ("{", "TT204"),
         ("[]", "TT204"),
         ("{}", "TT202"),
-        ('{"model_type": "llama"}', "TT201"),
+        ('{"model_type": "llamo"}', "TT201"),
+        ('{"model_type": "llama"}', "TT202"),
         ('{"model_type": "kimi_k3", "text_config": {"hidden_size": "7168"}}', "TT202"),
     ],
 )
@@ -153,6 +154,38 @@ def test_a_bad_config_is_an_error_with_exit_code_2(
     assert main(["inspect", str(file)]) == 2
     got = capsys.readouterr()
     assert got.err.startswith(f"error: [{code}]") and got.out == ""
+
+
+def test_a_planned_family_is_shown_and_said_to_be_only_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {
+        "model_type": "mixtral", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100,
+        "num_attention_heads": 4, "intermediate_size": 128, "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = inspect_json(tmp_path / "config.json", capsys)
+    assert found["planned_only"] is True and found["num_tensors"] is None
+    assert "only planned" in found["unsupported"][0]
+    assert found["layers"][0] == {"index": 0, "mixer": "gqa", "indexer": None, "ffn": "moe"}
+    assert main(["inspect", str(tmp_path)]) == 0
+    page = capsys.readouterr().out
+    assert "only planned" in page and "next  trimtab plan" in page
+    assert main(["inspect", "--list"]) == 0
+    assert "mixtral" in capsys.readouterr().out.split("only planned")[1]
+    assert inspect_json("k3-tiny", capsys)["planned_only"] is False
+
+
+def test_weights_of_a_planned_family_are_counted_and_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_checkpoint(tmp_path / "m", "k3-tiny")
+    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 9,
+              "num_attention_heads": 4, "intermediate_size": 128}
+    (tmp_path / "m/config.json").write_text(json.dumps(config))
+    weights = inspect_json(tmp_path / "m", capsys)["weights"]
+    assert weights["compared"] is False and weights["num_tensors"] > 0
 
 
 @pytest.mark.parametrize("target", ["no-such-preset", "/no/such/dir", "no/such.json", ""])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from trimtab.arch.outline import Outline, outline_of
@@ -59,14 +59,20 @@ def load_arch(config: Mapping[str, object], source: str = "config.json") -> Arch
             "TT202", f"{source}: model_type", "must be a string", value=json.dumps(family),
             hint=f"supported families: {', '.join(READERS)}",
         )
-    if family not in READERS:
-        near = difflib.get_close_matches(family, READERS, n=1, cutoff=0.5)
-        hint = f"did you mean `{near[0]}`?" if near else "see `trimtab inspect --list`"
-        rule = f"not supported; supported families are {', '.join(READERS)}"
-        if family in PLANNED:
-            rule = "only `trimtab plan` and `trimtab inspect` take this family"
+    if family in READERS:
+        return READERS[family](config, source)
+    if family in PLANNED:
+        rule = "only `trimtab plan` and `trimtab inspect` take this family"
+        hint = f"families that are trained: {', '.join(READERS)}"
         raise ArchError("TT201", f"{source}: model_type", rule, value=family, hint=hint)
-    return READERS[family](config, source)
+    raise _unknown_family(family, source, READERS)
+
+
+def _unknown_family(family: str, source: str, known: Iterable[str]) -> ArchError:
+    near = difflib.get_close_matches(family, known, n=1, cutoff=0.5)
+    hint = f"did you mean `{near[0]}`?" if near else "see `trimtab inspect --list`"
+    rule = f"not supported; supported families are {', '.join(known)}"
+    return ArchError("TT201", f"{source}: model_type", rule, value=family, hint=hint)
 
 
 def load_outline(config: Mapping[str, object], source: str = "config.json") -> Outline:
@@ -75,10 +81,22 @@ def load_outline(config: Mapping[str, object], source: str = "config.json") -> O
     Raises:
         ArchError: as `load_arch`.
     """
-    family = config.get("model_type")
-    if isinstance(family, str) and family in PLANNED and family not in READERS:
+    known = load_known(config, source)
+    return known if isinstance(known, Outline) else outline_of(known)
+
+
+def load_known(config: Mapping[str, object], source: str = "config.json") -> ArchSpec | Outline:
+    """The architecture of a family that is trained, the outline of one that is only planned.
+
+    Raises:
+        ArchError: as `load_arch`.
+    """
+    family = config.get("model_type") if isinstance(config, Mapping) else None
+    if isinstance(family, str) and family not in READERS:
+        if family not in PLANNED:
+            raise _unknown_family(family, source, (*READERS, *PLANNED))
         return read_planned(config, source)
-    return outline_of(load_arch(config, source))
+    return load_arch(config, source)
 
 
 def require_readable(arch: ArchSpec, where: str) -> None:

@@ -87,12 +87,14 @@ class OutlineLayer:
         ffn: feed-forward block.
         expert_bias: router and projections of routed experts have biases.
         selection_bias: the router adds a bias before it selects.
+        shared_gate: a sigmoid gate of one channel multiplies the shared expert.
     """
 
     mixer: OutlineMixer
     ffn: DenseSpec | MoESpec
     expert_bias: bool = False
     selection_bias: bool = True
+    shared_gate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,22 +176,44 @@ def _layers(layers: tuple[LayerSpec, ...]) -> tuple[OutlineLayer, ...]:
 
 def planned_outline(
     family: str, name: str, hidden_size: int, vocab_size: int, layers: tuple[OutlineLayer, ...],
-    *, tied: bool, max_positions: int,
+    *, tied: bool, max_positions: int, fp8_block: tuple[int, int] | None = None,
 ) -> Outline:
-    """The outline of a model that is only planned: plain residual, no vision, BF16 but experts."""
+    """The outline of a model that is only planned: plain residual, no vision.
+
+    Args:
+        family: its `model_type`.
+        name: what users call it.
+        hidden_size: D.
+        vocab_size: W.
+        layers: the decoder.
+        tied: the head is the input table.
+        max_positions: longest context of the release.
+        fp8_block: rows and columns that share an fp32 scale, where the matrices of the layers are
+            released in FP8; else all but MXFP4 experts is BF16.
+    """
     params = tuple(_planned_params(hidden_size, vocab_size, layers, tied))
     return Outline(
         family=family, name=name, hidden_size=hidden_size, vocab_size=vocab_size, layers=layers,
         mtp=(), residual=PlainResidual(), vision=None, tie_word_embeddings=tied,
         max_position_embeddings=max_positions, params=params, mtp_params=(),
-        stored_bytes={param.name: _released(param) for param in params}, is_trained=False,
+        stored_bytes={param.name: _released(param, fp8_block) for param in params},
+        is_trained=False,
     )
 
 
-def _released(param: ParamSpec) -> int:
+# Matrices that FP8 releases leave in BF16.
+_NEVER_FP8 = ("mlp.router.weight", "mlp.shared_expert_gate.weight", "linear_attn.in_proj_ba.weight")
+
+
+def _released(param: ParamSpec, fp8_block: tuple[int, int] | None) -> int:
     if param.form == "mxfp4":
         return round(param.numel * _MXFP4_BITS / 8)
-    return param.numel * DTYPE_BYTES[param.dtype]
+    is_matrix = len(param.shape) > 1 and param.layer is not None and "conv" not in param.name
+    if fp8_block is None or not is_matrix or param.name.endswith((*_NEVER_FP8, "bias")):
+        return param.numel * DTYPE_BYTES[param.dtype]
+    rows, columns = param.shape[-2:]
+    blocks = -(-rows // fp8_block[0]) * -(-columns // fp8_block[1])
+    return param.numel + 4 * blocks * (param.numel // (rows * columns))
 
 
 def _planned_params(
@@ -210,6 +234,8 @@ def _planned_params(
             axes = ("expert", "gate_up", "ffn")
             yield make("mlp.experts.gate_up_bias", (e, 2, f), axes, "routed_expert")
             yield make("mlp.experts.down_bias", (e, d), ("expert", "hidden"), "routed_expert")
+        if layer.shared_gate and isinstance(layer.ffn, MoESpec):
+            yield make("mlp.shared_expert_gate.weight", (1, d), ("one", "hidden"), "shared_expert")
     yield ParamSpec("norm.weight", (d,), "BF16", ("hidden",), "norm")
     if not tied:
         yield ParamSpec("lm_head.weight", (w, d), "BF16", ("vocab", "hidden"), "head")

@@ -35,7 +35,7 @@ class LayerSummary:
     """One layer as `inspect` shows it."""
 
     index: int
-    mixer: Literal["kda", "mla"]
+    mixer: Literal["kda", "mla", "gqa", "gdn"]
     indexer: Literal["full", "shared"] | None
     ffn: Literal["dense", "moe"]
 
@@ -69,7 +69,7 @@ class Summary:
         total_parameters: elements of all stored tensors, padding included, scales not.
         active_parameters_per_token: text parameters without unselected experts and without the
             input table, the head counted once.
-        num_tensors: tensors in the released files.
+        num_tensors: tensors in the released files, None where a family is only planned.
         stored_bytes: their bytes, file headers not counted.
         bf16_bytes: bytes with every parameter in bfloat16.
         kv_bytes_per_token: cache that grows with the sequence, bf16, indexer keys included.
@@ -89,7 +89,7 @@ class Summary:
     name: str
     total_parameters: int
     active_parameters_per_token: int
-    num_tensors: int
+    num_tensors: int | None
     stored_bytes: int
     bf16_bytes: int
     kv_bytes_per_token: int

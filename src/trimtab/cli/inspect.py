@@ -9,7 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from trimtab.arch.load import READERS, load_arch
+from trimtab.arch.outline import Outline
+from trimtab.arch.outline_summary import summarise_outline
 from trimtab.arch.presets import preset_config, preset_names
+from trimtab.arch.readers.planned import NAMES as PLANNED
 from trimtab.arch.summary import Summary, summarise
 from trimtab.cli.inspect_gguf import find_gguf, print_gguf
 from trimtab.cli.main import available_verbs
@@ -47,7 +50,8 @@ def inspect(
         print_gguf(gguf, as_json)
         return
     found = resolve(target)
-    summary = summarise(found.arch)
+    arch = found.arch
+    summary = summarise_outline(arch) if isinstance(arch, Outline) else summarise(arch)
     if as_json:
         sys.stdout.write(json.dumps(_as_dict(found, summary)) + "\n")
     else:
@@ -60,6 +64,7 @@ def _as_dict(target: Target, summary: Summary) -> dict[str, Any]:
     weights = target.weights
     return {
         "target": target.where,
+        "planned_only": isinstance(target.arch, Outline),
         **summary.as_dict(),
         "weights": None if weights is None else {
             "files": weights.files, "num_tensors": weights.num_tensors, "bytes": weights.num_bytes,
@@ -81,6 +86,8 @@ def _print_page(target: Target, summary: Summary) -> None:
 
 def _next_command(target: Target, summary: Summary) -> str:
     verbs = available_verbs()
+    if isinstance(target.arch, Outline):
+        return f"trimtab plan --model {target.where} --cluster h200 --devices 8"
     small = summary.stored_bytes <= _SMALL_BYTES
     if target.kind == "preset" and small and "init" in verbs:
         return f"trimtab init --preset {target.where} --out checkpoints/{target.where}"
@@ -93,7 +100,7 @@ def _next_command(target: Target, summary: Summary) -> str:
 
 def _print_known(as_json: bool) -> None:
     if as_json:
-        known = {"presets": list(preset_names()), "families": list(READERS)}
+        known = {"presets": list(preset_names()), "families": list(READERS), "planned": list(PLANNED)}
         sys.stdout.write(json.dumps(known) + "\n")
         return
     width = max(len(name) for name in preset_names())
@@ -104,5 +111,6 @@ def _print_known(as_json: bool) -> None:
         stored = f"{format_bytes(summary.stored_bytes):>10}"
         sys.stdout.write(f"  {name:<{width}}  {size}  {stored}  {summary.name}\n")
     sys.stdout.write(f"\nfamilies (model_type in config.json)\n  {', '.join(READERS)}\n")
+    sys.stdout.write(f"\nfamilies that are only planned\n  {', '.join(PLANNED)}\n")
 
 

@@ -26,6 +26,8 @@ _MAX_LINES = 20
 # kind -> (glyph, glyph without Unicode, style, words)
 _MIXERS = {
     "kda": ("░", "k", "cyan", "KDA linear attention"),
+    "gqa": ("█", "G", "magenta", "softmax attention"),
+    "gdn": ("░", "d", "cyan", "gated DeltaNet"),
     "mla": ("█", "M", "magenta", "MLA attention"),
     "mla+full": ("▓", "S", "magenta", "MLA with indexer"),
     "mla+shared": ("▒", "s", "magenta", "MLA, selection shared"),
@@ -36,6 +38,7 @@ _FFNS = {
 }
 _OWNERS = {
     "routed_expert": "routed experts", "shared_expert": "shared experts", "latent": "latent projections",
+    "gqa": "attention", "gated_delta": "gated DeltaNet",
     "kda": "KDA", "mla": "MLA", "indexer": "indexer", "dense_ffn": "dense FFN",
     "embedding": "embedding", "head": "output head", "router": "router", "vision": "vision tower",
     "projector": "projector", "norm": "norms", "residual": "residual mixing",
@@ -78,11 +81,11 @@ def _headline(target: Target, summary: Summary) -> Text:
     where = target.where if target.kind != "preset" else f"preset {target.where}"
     total = format_count(summary.total_parameters)
     active = format_count(summary.active_parameters_per_token)
+    tensors = "" if summary.num_tensors is None else f", {summary.num_tensors:,} tensors"
     share = summary.active_parameters_per_token / summary.total_parameters
     return Text.assemble(
         (summary.name, "bold"), f"  {total} parameters, ", (f"{active} active", "bold"),
-        f" per token ({share:.1%}), {len(summary.layers)} layers, "
-        f"{summary.num_tensors:,} tensors\n",
+        f" per token ({share:.1%}), {len(summary.layers)} layers{tensors}\n",
         (
             f"{summary.model_type}, hidden {arch.hidden_size:,}, vocabulary {arch.vocab_size:,}, "
             f"up to {arch.max_position_embeddings:,} positions\n{where}", "dim",

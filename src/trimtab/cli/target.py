@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trimtab.arch.load import load_arch, load_outline, parse_config, read_config
+from trimtab.arch.load import load_known, load_outline, parse_config, read_config
 from trimtab.arch.outline import Outline
 from trimtab.arch.presets import preset_config, preset_names
 from trimtab.arch.spec import ArchSpec
@@ -53,13 +53,13 @@ class Target:
     Args:
         kind: `preset`, `config`, `directory` or `remote`.
         where: the preset's name, the file or the URL.
-        arch: the architecture its config describes.
+        arch: the architecture its config describes, an outline where the family is only planned.
         weights: None where only a config was given.
     """
 
     kind: str
     where: str
-    arch: ArchSpec
+    arch: ArchSpec | Outline
     weights: Weights | None = None
 
 
@@ -80,11 +80,11 @@ def resolve(text: str) -> Target:
         return _checkpoint("directory", str(path))
     if path.is_file() and path.suffix != ".safetensors":
         file, config = read_config(path)
-        return Target("config", str(file), load_arch(config, str(file)))
+        return Target("config", str(file), load_known(config, str(file)))
     if path.is_file():
         return _checkpoint("directory", str(path))
     if text in preset_names():
-        return Target("preset", text, load_arch(preset_config(text), f"preset {text}"))
+        return Target("preset", text, load_known(preset_config(text), f"preset {text}"))
     if _may_be_hub_id(text, path):
         _require_hub(text)
         return _checkpoint("remote", text)
@@ -143,15 +143,18 @@ def _checkpoint(kind: str, text: str) -> Target:
     from trimtab.checkpoint.source import open_source  # only with weights
 
     source = open_source(text)
-    arch = load_arch(source.config(), f"{source.where}/config.json")
+    arch = load_known(source.config(), f"{source.where}/config.json")
     weights = _compare(arch, source) if source.has_weights() else None
     return Target(kind, source.where, arch, weights)
 
 
-def _compare(arch: ArchSpec, source: Source) -> Weights:
+def _compare(arch: ArchSpec | Outline, source: Source) -> Weights:
+    entries = source.entries()
+    if isinstance(arch, Outline):
+        total = sum(entry.num_bytes for entry in entries.values())
+        return Weights(len(source.files()), len(entries), total, (), (), is_compared=False)
     from trimtab.checkpoint.structure import compare, is_skipped, summarize  # only with weights
 
-    entries = source.entries()
     readable = arch.quantization is None or arch.quantization.readable
     differences = compare(arch, entries) if readable else []
     return Weights(
@@ -170,4 +173,4 @@ def _remote_config(url: str) -> Target:
 
     directory, _, name = url.rpartition("/")
     text = open_source(directory).read_file(name).decode("utf-8", errors="replace")
-    return Target("config", url, load_arch(parse_config(text, url), url))
+    return Target("config", url, load_known(parse_config(text, url), url))

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from trimtab.arch.outline import GatedDeltaSpec, GQASpec, Outline
-from trimtab.arch.spec import KDASpec, MLASpec, MoESpec
+from trimtab.arch.outline import Outline
+from trimtab.arch.outline_cache import active_parameters, request_bytes
+from trimtab.arch.spec import MoESpec
 from trimtab.config.cluster import Cluster
 from trimtab.plan.job import Job
 from trimtab.plan.kept import routed_width
@@ -32,23 +33,6 @@ _CHUNK = 8192
 _SAMPLED = 256
 _KERNELS_PER_LAYER = 20
 _MAX_TP = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What one request keeps on a rank, in bytes.
-
-    Args:
-        per_token: cache that grows.
-        fixed: recurrent states and windows.
-    """
-
-    per_token: float
-    fixed: float
-
-    def at(self, tokens: int) -> float:
-        """Bytes at a length."""
-        return self.per_token * tokens + self.fixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,30 +70,6 @@ class ServingLayout:
         groups = self.dp * self.replicas
         spare = self.memory["caches"] * (1 - groups / self.requests) + self.memory["adapters"]
         return int(spare // self.adapter_bytes) if self.adapter_bytes else 0
-
-
-def request_bytes(outline: Outline, tp: int) -> Request:
-    """Caches of one request on one rank: bf16, recurrent states fp32."""
-    per_token = fixed = 0.0
-    for layer in outline.layers:
-        m = layer.mixer
-        if isinstance(m, KDASpec):
-            fixed += (4 * m.num_heads * m.head_dim**2 + _X * 3 * (m.conv_kernel - 1) * m.width) / tp
-        elif isinstance(m, GatedDeltaSpec):
-            channels = 2 * m.key_heads * m.key_dim + m.value_heads * m.value_dim
-            state = 4 * m.value_heads * m.key_dim * m.value_dim
-            fixed += (state + _X * (m.conv_kernel - 1) * channels) / tp
-        elif isinstance(m, GQASpec):
-            size = _X * 2 * max(m.num_kv_heads, tp) / tp * m.head_dim
-            if m.window is None:
-                per_token += size
-            else:
-                fixed += size * m.window
-        else:
-            per_token += _X * (m.kv_lora_rank + m.qk_rope_head_dim)
-            if isinstance(m, MLASpec) and m.indexer is not None and m.indexer.share == "full":
-                per_token += _X * m.indexer.dim / (m.indexer.pool or 1)
-    return Request(per_token, fixed)
 
 
 class ServingModel:
@@ -237,17 +197,3 @@ class ServingModel:
         launched = _KERNELS_PER_LAYER * outline.num_layers * c.kernel_seconds.value
         parts["launches of kernels"] = max(0.0, launched - sum(parts.values()))
         return parts
-
-
-def active_parameters(outline: Outline) -> float:
-    """Parameters that one token touches, input table and vision not counted."""
-    total = 0.0
-    for param in outline.params:
-        if param.owner in ("embedding", "vision", "projector"):
-            continue
-        share = 1.0
-        if param.owner == "routed_expert" and param.layer is not None:
-            ffn = outline.layers[param.layer].ffn
-            share = ffn.top_k / ffn.num_experts if isinstance(ffn, MoESpec) else 1.0
-        total += param.numel * share
-    return total

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from trimtab.arch.load import load_arch, load_outline
+from trimtab.arch.outline_cache import active_parameters, request_bytes
 from trimtab.arch.presets import preset_config
 from trimtab.arch.summary import summarise
 from trimtab.config.cluster import load_cluster
 from trimtab.plan.job import Job, choose_adapters
 from trimtab.plan.planner import Question
 from trimtab.plan.search import Limits, capacity
-from trimtab.plan.serving import ServingModel, active_parameters, request_bytes
+from trimtab.plan.serving import ServingModel
 from trimtab.plan.serving_plan import COLUMNS, layout_row, plan_serving, serving_as_dict
 
 

@@ -29,6 +29,7 @@ NAMES: dict[str, str] = {
     "mistral": "Mistral",
     "mixtral": "Mixtral",
     "qwen2": "Qwen2",
+    "qwen2_moe": "Qwen2 MoE",
     "qwen2_5_vl": "Qwen2.5-VL (text)",
     "qwen3": "Qwen3",
     "qwen3_5": "Qwen3.5",
@@ -61,7 +62,8 @@ def read_planned(config: Mapping[str, object], source: str) -> Outline:
     mixers = _mixers(text, family, depth)
     layers = tuple(
         OutlineLayer(
-            mixer, ffn, expert_bias=family == "gpt_oss", selection_bias=family.startswith("glm4")
+            mixer, ffn, expert_bias=family == "gpt_oss", selection_bias=family.startswith("glm4"),
+            shared_gate=text.present("shared_expert_intermediate_size"),
         )
         for mixer, ffn in zip(mixers, ffns, strict=True)
     )
@@ -69,14 +71,32 @@ def read_planned(config: Mapping[str, object], source: str) -> Outline:
     return planned_outline(
         family, NAMES[family], text.integer("hidden_size"), text.integer("vocab_size"), layers,
         tied=tied, max_positions=text.integer("max_position_embeddings", default=4096),
+        fp8_block=_fp8_block(top, family),
     )
+
+
+def _fp8_block(top: Fields, family: str) -> tuple[int, int] | None:
+    """The block that shares a scale in an FP8 release, None for a BF16 one."""
+    if not top.present("quantization_config"):
+        return None
+    form = top.section("quantization_config")
+    method = form.word("quant_method")
+    if method == "mxfp4" and family == "gpt_oss":
+        return None
+    block = form.integers("weight_block_size") if form.present("weight_block_size") else ()
+    if method != "fp8" or len(block) != 2 or min(block) < 1:
+        raise form.fail(
+            "quant_method", "only FP8 with a weight_block_size is understood in this family",
+            "plan with the config.json of the BF16 release",
+        )
+    return block[0], block[1]
 
 
 def _mixers(text: Fields, family: str, depth: int) -> tuple[OutlineMixer, ...]:
     if text.present("kv_lora_rank"):
         return (_mla(text),) * depth
     full = _gqa(text, family)
-    kinds = _layer_types(text, depth)
+    kinds = _layer_types(text, family, depth)
     mixers: list[OutlineMixer] = []
     for kind in kinds:
         if kind == "linear_attention":
@@ -89,7 +109,7 @@ def _mixers(text: Fields, family: str, depth: int) -> tuple[OutlineMixer, ...]:
     return tuple(mixers)
 
 
-def _layer_types(text: Fields, depth: int) -> tuple[str, ...]:
+def _layer_types(text: Fields, family: str, depth: int) -> tuple[str, ...]:
     """`full_attention`, `sliding_attention` or `linear_attention` per layer."""
     if text.present("layer_types"):
         names = text.words("layer_types")
@@ -102,6 +122,8 @@ def _layer_types(text: Fields, depth: int) -> tuple[str, ...]:
         return tuple(
             "full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(depth)
         )
+    if family == "gpt_oss":
+        return tuple("full_attention" if i % 2 else "sliding_attention" for i in range(depth))
     return ("full_attention",) * depth
 
 
