@@ -39,6 +39,15 @@ class Graded:
 
 
 @dataclass(frozen=True, slots=True)
+class Reach:
+    """Share of a network's bandwidth that a collective reaches in a group of so many ranks."""
+
+    ranks: int
+    share: float
+    grade: Grade
+
+
+@dataclass(frozen=True, slots=True)
 class Network:
     """One layer of the interconnect.
 
@@ -48,7 +57,7 @@ class Network:
         bandwidth: bytes per second that one rank sends, and as much that it receives at once.
         pair_bandwidth: bytes per second between two ranks alone.
         latency: seconds of one message.
-        efficiency: share of `bandwidth` that a collective reaches, by group size in ranks.
+        efficiency: share of `bandwidth` that a collective reaches, by rising group size.
     """
 
     name: Literal["host", "pod", "fabric"]
@@ -56,19 +65,32 @@ class Network:
     bandwidth: Graded
     pair_bandwidth: Graded
     latency: Graded
-    efficiency: tuple[tuple[str, tuple[tuple[int, float], ...]], ...]
+    efficiency: tuple[tuple[str, tuple[Reach, ...]], ...]
+
+    def _curve(self, kind: Collective) -> tuple[Reach, ...]:
+        curves = dict(self.efficiency)
+        return curves.get(kind) or curves.get("all") or (Reach(2, 1.0, "inferred"),)
 
     def reach(self, kind: Collective, group: int) -> float:
         """Share of the bandwidth in a group, on a straight line over log2 of its size."""
-        curves = dict(self.efficiency)
-        curve = curves.get(kind) or curves.get("all") or ((2, 1.0),)
-        if group <= curve[0][0]:
-            return curve[0][1]
-        for (low, at_low), (high, at_high) in pairwise(curve):
-            if group <= high:
-                part = math.log2(group / low) / math.log2(high / low)
-                return at_low + part * (at_high - at_low)
-        return curve[-1][1]
+        curve = self._curve(kind)
+        if group <= curve[0].ranks:
+            return curve[0].share
+        for low, high in pairwise(curve):
+            if group <= high.ranks:
+                part = math.log2(group / low.ranks) / math.log2(high.ranks / low.ranks)
+                return low.share + part * (high.share - low.share)
+        return curve[-1].share
+
+    def reach_grade(self, kind: Collective, group: int) -> Grade:
+        """Grade of that share: the worse of its neighbours on the curve, `inferred` beyond its end."""
+        curve = self._curve(kind)
+        if group <= curve[0].ranks:
+            return curve[0].grade
+        for low, high in pairwise(curve):
+            if group <= high.ranks:
+                return max(low.grade, high.grade, key=GRADES.index)
+        return "inferred"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +200,17 @@ def _default(value: float) -> GradedSection:
 
 
 Value = Annotated[GradedSection, BeforeValidator(_alone)]
-Curve = tuple[tuple[PositiveInt, Annotated[float, Field(gt=0, le=1.5)]], ...]
+
+
+def _with_grade(value: object) -> object:
+    return [*value, None] if isinstance(value, list | tuple) and len(value) == 2 else value
+
+
+Point = Annotated[
+    tuple[PositiveInt, Annotated[float, Field(gt=0, le=1.5)], Grade | None],
+    BeforeValidator(_with_grade),
+]
+Curve = tuple[Point, ...]
 
 
 class NetworkSection(Section):
@@ -189,7 +221,9 @@ class NetworkSection(Section):
         bandwidth_gb_s: of one rank, one direction.
         pair_gb_s: between two ranks alone; the whole bandwidth where left out.
         latency_us: of one message.
-        efficiency: collective (or `all`) to pairs of group size and share of the bandwidth.
+        efficiency: collective (or `all`) to pairs of group size and share of the bandwidth; a third
+            value is the grade of that point alone.
+        efficiency_grade: how the shares are known; the document's grade where left out.
     """
 
     ranks: PositiveInt | None = None
@@ -199,12 +233,13 @@ class NetworkSection(Section):
     efficiency: dict[Literal["all", "all_reduce", "all_gather", "all_to_all", "send"], Curve] = Field(
         default_factory=dict
     )
+    efficiency_grade: Grade | None = None
 
     @field_validator("efficiency")
     @classmethod
     def _rises(cls, value: dict[str, Curve]) -> dict[str, Curve]:
         for name, curve in value.items():
-            sizes = [size for size, _ in curve]
+            sizes = [size for size, _, _ in curve]
             if not sizes or sizes[0] < 2 or sorted(set(sizes)) != sizes:
                 rule = "needs pairs of a rising group size of 2 or more and a share"
                 raise fault("TT102", name, rule)
@@ -365,12 +400,16 @@ def _frozen(doc: ClusterSection) -> Cluster:
     def graded(value: Value, factor: float = 1.0) -> Graded:
         return Graded(value.value * factor, value.grade or doc.grade)
 
+    def curve(net: NetworkSection, points: Curve) -> tuple[Reach, ...]:
+        common = net.efficiency_grade or doc.grade
+        return tuple(Reach(size, share, grade or common) for size, share, grade in points)
+
     def network(name: Literal["host", "pod", "fabric"], net: NetworkSection, ranks: int) -> Network:
         return Network(
             name, ranks, graded(net.bandwidth_gb_s, 1e9),
             graded(net.pair_gb_s or net.bandwidth_gb_s, 1e9),
             graded(net.latency_us, 1e-6),
-            tuple(net.efficiency.items()),
+            tuple((kind, curve(net, points)) for kind, points in net.efficiency.items()),
         )
 
     nets, host = doc.networks, doc.ranks_per_package * doc.packages_per_host

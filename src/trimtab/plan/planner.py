@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from trimtab.arch.outline import Outline
-from trimtab.config.cluster import GRADES, Cluster, Grade
+from trimtab.config.cluster import Cluster, Grade
+from trimtab.plan.grades import memory_grades, used_grades, worst_of
 from trimtab.plan.job import Adapters, Job, Recompute
 from trimtab.plan.memory import MemoryModel, StageMemory
 from trimtab.plan.placement import describe_ranks, require_ranks
@@ -23,9 +24,6 @@ from trimtab.units import format_bytes
 # value per step is published; `worst` is that of an untrained router of 896 experts.
 BANDS: dict[str, float] = {"balanced": 1.0, "typical": 1.15, "worst": 1.6}
 
-# Numbers of a cluster that no prediction of memory or step time uses.
-_UNUSED = {"host_disk", "download_bandwidth", "storage_bandwidth", "failures", "host_memory",
-           "host_link"}
 _LIMIT_WORDS = {
     "gemm": "dense matrix products", "grouped": "grouped products of the experts",
     "attention": "attention", "linear_attention": "the delta rule",
@@ -124,16 +122,18 @@ def make_plan(question: Question) -> Plan:
     """
     require_ranks(question.cluster, question.ranks, "--devices")
     question, found = _by_goal(question)
-    worst, weak = worst_grade(question.cluster)
     if not found.candidates:
         stages = _smallest_stages(question, found)
         limit = _memory_limit(question, found)
         changes = tuple(islice(_helpful(question), 3))
+        worst, weak = worst_of(memory_grades(question.cluster))
         return Plan(question, found, None, stages, (), limit, changes, worst, weak)
     best = found.candidates[0]
     model = TimeModel(question.outline, best.job, question.cluster)
     best = replace(best, step=model.step(best.layout, trace=True))
     memory = MemoryModel(question.outline, best.job, question.cluster)
+    degrees = best.layout.degrees
+    worst, weak = worst_of(used_grades(question.cluster, question.outline, best.job, degrees))
     return Plan(
         question, found, best, memory.of_layout(best.layout), tuple(_bands(question, best)),
         _time_limit(best), (), worst, weak,
@@ -192,13 +192,6 @@ def _bands(question: Question, best: Candidate) -> Iterator[Band]:
         memory = MemoryModel(question.outline, job, question.cluster).worst(best.layout)
         step = TimeModel(question.outline, job, question.cluster).step(best.layout)
         yield Band(name, load, memory.total, step.seconds)
-
-
-def worst_grade(cluster: Cluster) -> tuple[Grade, tuple[str, ...]]:
-    """The worst grade among the numbers a prediction uses, and their names."""
-    used = {name: grade for name, grade in cluster.grades().items() if name not in _UNUSED}
-    worst = max(used.values(), key=GRADES.index)
-    return worst, tuple(name for name, grade in used.items() if grade == worst)
 
 
 def _time_limit(best: Candidate) -> str:

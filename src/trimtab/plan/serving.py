@@ -112,7 +112,8 @@ class ServingModel:
                 if heads % tp == 0:
                     yield ranks // size, tp, size // tp
 
-    def _degrees(self, tp: int, dp: int) -> Degrees:
+    def degrees(self, tp: int, dp: int) -> Degrees:
+        """Of one replica."""
         return Degrees(dp_shard=dp, tp=tp, ep=tp * dp if self._moe is not None else 1)
 
     def _layout(self, replicas: int, tp: int, dp: int) -> ServingLayout | None:
@@ -139,7 +140,7 @@ class ServingModel:
 
     def _memory(self, tp: int, dp: int) -> tuple[dict[str, float], float]:
         """Bytes of a rank without requests, and of one adapter."""
-        block, ep = self._block, self._degrees(tp, dp).ep
+        block, ep = self._block, self.degrees(tp, dp).ep
         trained = block.tp_elements / tp + block.whole_elements + block.expert_elements / ep
         memory = {
             "weights": block.tp / tp + block.whole + block.expert / ep,
@@ -156,7 +157,7 @@ class ServingModel:
         """Tokens per second that one replica reads: forward passes of the time model."""
         job = replace(self._job, method="frozen", seq_len=self.tokens, global_batch=dp)
         stage = Stage(0, 0, self.outline.num_layers, True, True)
-        layout = Layout(self._degrees(tp, dp), (stage,), "dedup", resident=True)
+        layout = Layout(self.degrees(tp, dp), (stage,), "dedup", resident=True)
         step = TimeModel(self.outline, job, self.cluster).step(layout)
         return dp * self.tokens / step.seconds
 
@@ -168,7 +169,7 @@ class ServingModel:
             dp: groups of a replica with requests of their own.
             requests: of each group, at full length.
         """
-        c, degrees, outline = self.cluster, self._degrees(tp, dp), self.outline
+        c, degrees, outline = self.cluster, self.degrees(tp, dp), self.outline
         memory, _ = self._memory(tp, dp)
         rate = c.memory_bandwidth.value * c.memory_efficiency.value
         weights = memory["weights"]

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab.config.cluster import Grade
+from trimtab.plan.grades import memory_grades, used_grades, worst_of
 from trimtab.plan.placement import describe_ranks, require_ranks
-from trimtab.plan.planner import Question, worst_grade
+from trimtab.plan.planner import Question
 from trimtab.plan.search import capacity
 from trimtab.plan.serving import ServingLayout, ServingModel
 from trimtab.units import format_bytes, format_count, format_seconds
@@ -57,7 +58,10 @@ def plan_serving(question: Question, adapters: int) -> ServingPlan:
     require_ranks(q.cluster, q.ranks, "--devices")
     model = ServingModel(q.outline, q.job, q.cluster, adapters, q.job.seq_len)
     layouts = tuple(model.layouts(q.ranks))
-    worst, weak = worst_grade(q.cluster)
+    grades = memory_grades(q.cluster)
+    if layouts:
+        grades = used_grades(q.cluster, q.outline, q.job, model.degrees(layouts[0].tp, layouts[0].dp))
+    worst, weak = worst_of(grades)
     limit = _time_limit(layouts[0]) if layouts else _memory_limit(model, q)
     return ServingPlan(q, adapters, layouts, limit, worst, weak)
 

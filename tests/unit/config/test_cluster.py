@@ -61,6 +61,17 @@ def test_efficiency_is_a_line_over_the_logarithm_of_the_group(tmp_path: Path) ->
     assert shares == pytest.approx([0.5, 0.7, 0.9, 0.9])
 
 
+def test_points_of_a_curve_have_grades_and_beyond_its_end_all_is_inferred(tmp_path: Path) -> None:
+    text = SMALL.replace("[8, 0.9]]", "[8, 0.9, measured], [64, 0.5, vendor_claim]]").replace(
+        "latency_us: 5,", "latency_us: 5, efficiency_grade: documented,")
+    net = load_cluster(written(tmp_path, text)).networks[0]
+    grades = [net.reach_grade("all_gather", n) for n in (2, 4, 8, 16, 64, 128)]
+    assert grades == ["documented", "documented", "documented", "vendor_claim", "vendor_claim", "inferred"]
+    # Without a curve the whole bandwidth is assumed.
+    bare = load_cluster(written(tmp_path, SMALL.replace(", efficiency: {all: [[2, 0.5], [8, 0.9]]}", "")))
+    assert bare.networks[0].reach_grade("send", 2) == "inferred"
+
+
 @pytest.mark.parametrize(
     ("change", "place", "rule"),
     [
