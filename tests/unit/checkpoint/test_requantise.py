@@ -11,9 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.unit.checkpoint.test_adapter import random_tensors, targets_of
-from tests.unit.checkpoint.test_packed_base import small
+from tests.unit.checkpoint.test_packed_base import CONFIGS, small
 from tests.unit.checkpoint.tiny import bit_equal, k3_config, make
+from trimtab.arch.adapter import resolve_targets
 from trimtab.arch.load import read_arch
+from trimtab.arch.maps import packed_forms
 from trimtab.checkpoint import clone, recompute, rewrite
 from trimtab.checkpoint.adapter import AdapterFile, AdapterMeta, load_adapter, save_adapter
 from trimtab.checkpoint.base import require_base
@@ -244,3 +246,53 @@ def test_an_export_restores_the_files_of_a_release_byte_for_byte(tmp_path: Path)
     assert merged[0].tensors.changed == merged[1].tensors.changed > 0
     for path in (tmp_path / "merged-m").glob("*.safetensors"):
         assert path.read_bytes() == (tmp_path / "merged-c" / path.name).read_bytes()
+
+
+def expert_adapter(folder: Path, form: str, scale: float) -> AdapterFile:
+    """A model of a packed form at `m`, and an adapter of all its routed experts at `a`."""
+    arch = make(folder / "m", CONFIGS[form])
+    targets = resolve_targets(arch, target_modules=["o_proj"], rank=4, alpha=8, experts="per_expert")
+    draw = torch.Generator().manual_seed(2)
+    tensors = {
+        f"{target.fqn}.lora.{side}": scale * torch.randn(target.shape(side), generator=draw)
+        for target in targets for side in "AB"
+    }
+    save_adapter(folder / "a", arch, targets, tensors, AdapterMeta(str(folder / "m")))
+    return load_adapter(folder / "a", arch)
+
+
+@pytest.mark.parametrize("form", CONFIGS)
+def test_adapters_of_packed_experts_are_merged_in_their_form(tmp_path: Path, form: str) -> None:
+    adapter = expert_adapter(tmp_path, form, scale=0.2)
+    source = open_source(tmp_path / "m")
+    arch = read_arch(tmp_path / "m")
+    copied = copy_checkpoint(source, tmp_path / "out", adapter=adapter)
+    errors = {error.kind: error for error in copied.errors if error.form == form.upper()}
+    assert errors.keys() >= {"mlp.experts.gate_up", "mlp.experts.down"}
+    most = {"mxfp4": 0.15, "int4": 0.12, "fp8": 0.04}[form]
+    assert all(0 < error.relative_rms < most for error in errors.values()), errors
+    assert all(error.share_of_change < 0.5 for error in errors.values()), errors
+    # What a reader of the new file sees is the sum, within the error that was reported.
+    layer = next(n for n in packed_forms(arch) if n.endswith("experts.down")).removesuffix(".down")
+    target = next(t for t in adapter.targets if t.fqn == f"{layer}.down")
+    a, b = (adapter.tensors[f"{target.fqn}.lora.{side}"][1].double() for side in "AB")
+    parts = {
+        root: next(
+            decode_part(part, stored_reader(open_source(tmp_path / root)), torch.float64)
+            for part in plan_copy(source, arch, arch, {target.fqn}).parts if part.index == (1,)
+        )
+        for root in ("m", "out")
+    }
+    exact = parts["m"] + target.scaling * b @ a
+    error = float((parts["out"] - exact).norm() / exact.norm())
+    assert error == pytest.approx(errors["mlp.experts.down"].relative_rms, rel=0.3)
+
+
+@pytest.mark.parametrize("form", CONFIGS)
+def test_a_small_adapter_of_packed_experts_is_not_lost_in_silence(tmp_path: Path, form: str) -> None:
+    expert_adapter(tmp_path, form, scale=0.02)
+    report = merge_checked(tmp_path / "m", tmp_path / "a", tmp_path / "out")
+    assert not all(verdict.passed for verdict in report.verdicts)
+    assert any(verdict.measured > 0.5 and form.upper() in verdict.where for verdict in report.verdicts)
+    wide = merge_checked(tmp_path / "m", tmp_path / "a", tmp_path / "wide", dtype="fp32")
+    assert all(verdict.passed for verdict in wide.verdicts), wide.verdicts
