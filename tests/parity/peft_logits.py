@@ -1,8 +1,9 @@
-"""Logits of base + adapter through transformers and peft, in a process of its own.
+"""Logits of base + adapter through transformers and peft in float64, in a process of its own.
 
-    python peft_logits.py CHECKPOINT_DIR ADAPTER_DIR IDS_JSON OUT.safetensors
+    python -m tests.parity.peft_logits JOBS_JSON
 
-Its own process, because the absence of `fla` is arranged before transformers is imported.
+JOBS_JSON is a list of `{"base", "adapter", "ids", "out"}`: two directories, a list of token ids, and
+a safetensors file that gets `logits` [T, W] and `adapted`, the number of pairs that peft made.
 """
 
 import json
@@ -10,32 +11,39 @@ import sys
 import warnings
 from pathlib import Path
 
-for _absent in ("fla", "causal_conv1d", "kernels"):
-    sys.modules[_absent] = None  # type: ignore[assignment]
+from tests.oracles.hf_model import (  # first: arranges that fla is absent
+    load,
+    mean_float64_by_float32,
+)
 
-import torch  # noqa: E402
-from peft import PeftModel  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+import torch  # isort: skip
+from peft import PeftModel  # isort: skip
+from safetensors.torch import save_file  # isort: skip
 
 
-def main() -> None:
-    base, adapter, ids, out = sys.argv[1:5]
-    model = AutoModelForCausalLM.from_pretrained(
-        base, dtype=torch.float32, attn_implementation="eager"
-    )
+def adapted(base: str, adapter: str) -> PeftModel:
+    """Base + adapter in float32; a key that peft misses or does not expect is an error."""
     with warnings.catch_warnings():
         # peft only warns about missing keys, which would leave the adapter at zero
-        warnings.filterwarnings("error", message=".*(missing|unexpected).*keys")
-        model = PeftModel.from_pretrained(model, adapter).eval()
-    result = {}
-    with torch.no_grad():
-        for n, sequence in enumerate(json.loads(Path(ids).read_text())):
-            result[f"logits.{n}"] = model(input_ids=torch.tensor([sequence]), use_cache=False).logits[0]
-    result["adapted"] = torch.tensor(
-        sum(name.endswith("lora_B.default.weight") for name, _ in model.named_parameters())
-    )
-    save_file(result, out)
+        warnings.filterwarnings("error", message=".*(missing|unexpected|was matched|matched no).*")
+        return PeftModel.from_pretrained(load(Path(base), torch.float32), adapter).eval()
+
+
+@torch.no_grad()
+def main() -> None:
+    """Run every job."""
+    jobs = json.loads(Path(sys.argv[1]).read_text())
+    models = [adapted(job["base"], job["adapter"]) for job in jobs]
+    # After the last model is built: float64 must not reach the constants that are made then.
+    for model in models:
+        model.double()
+        mean_float64_by_float32(sys.modules[type(model.get_base_model()).__module__])
+    for job, model in zip(jobs, models, strict=True):
+        logits = model(input_ids=torch.tensor([job["ids"]]), use_cache=False).logits[0]
+        names = [name for name, _ in model.named_parameters()]
+        pairs = sum(name.endswith("lora_B.default.weight") for name in names)
+        found = {"logits": logits.contiguous(), "adapted": torch.tensor(pairs)}
+        save_file(found, job["out"])
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ from trimtab.checkpoint.adapter_config import (
     pattern_value,
     peft_config,
     read_config,
-    target_paths,
 )
 from trimtab.checkpoint.adapter_probe import check_probe, probe
 from trimtab.checkpoint.codec import to_tensor
@@ -97,8 +96,8 @@ def save_adapter(
     targets: Sequence[LoRATarget],
     tensors: Mapping[str, Tensor],
     meta: AdapterMeta,
-) -> None:
-    """Write an adapter directory that PEFT loads as it stands.
+) -> int:
+    """Write an adapter directory that PEFT loads as it stands; returns its tensor count.
 
     Args:
         dst: new directory.
@@ -140,6 +139,7 @@ def save_adapter(
     with writing as out:
         out.write(WEIGHTS_NAME, save(stored, metadata={"format": "pt"}))
         out.write(CONFIG_NAME, (json.dumps(config, indent=2) + "\n").encode())
+    return len(stored)
 
 
 def writable_form(targets: Sequence[LoRATarget]) -> ExpertForm:
@@ -152,7 +152,8 @@ def _outside(
     arch: ArchSpec, targets: Sequence[LoRATarget], tensors: Mapping[str, Tensor], meta: AdapterMeta
 ) -> Iterator[tuple[str, Tensor]]:
     """Tensors by PEFT's name, without its prefix."""
-    names, routed = module_names(arch), expert_names(arch)
+    names = module_names(arch, released=meta.expert_form == "per_expert")
+    routed = expert_names(arch)
     adapted = {t.fqn for t in targets}
     for t in targets:
         if t.experts is None:
@@ -195,7 +196,7 @@ def load_adapter(path: str | Path, arch: ArchSpec) -> AdapterFile:
             raise AdapterError("TT502", f"{path}/{name}", "an adapter directory needs this file")
     config = read_config(source.read_file(CONFIG_NAME), f"{path}/{CONFIG_NAME}")
     manifest = None if "://" in str(path) else read_manifest(path)
-    modules = {peft_name: fqn for fqn, peft_name in module_names(arch).items()}
+    modules = {path: fqn for fqn, paths in _module_paths(arch).items() for path in paths}
     full = read_whole(config, arch, f"{path}/{CONFIG_NAME}")
     experts = _expert_tensors(arch, config, f"{path}/{CONFIG_NAME}")
     found: dict[str, dict[str, Tensor]] = {}
@@ -270,7 +271,7 @@ def _assemble(
     experts: ExpertTensors,
     whole: dict[str, Tensor],
 ) -> AdapterFile:
-    names = module_names(arch)
+    paths = _module_paths(arch)
     dropout = float(config.get("lora_dropout") or 0.0)
     if manifest is not None:
         dropout = float(str(manifest.extra.get("dropout", dropout)))
@@ -281,14 +282,15 @@ def _assemble(
         fqn = param.name.removesuffix(".weight")
         if fqn not in found and fqn not in experts.grouped and fqn not in experts.single:
             continue
-        form: ExpertForm = "per_expert" if fqn in experts.single else "grouped"
-        paths = target_paths(fqn, names, experts.names, form)
-        # A linear module that is listed as a parameter.
-        paths += tuple(f"{path}.weight" for path in paths)
+        if fqn in paths:
+            matrices = [(*paths[fqn], *(f"{name}.weight" for name in paths[fqn]))]
+        else:
+            matrices = experts.matrices(fqn)
+        where = f"{path}/{CONFIG_NAME}: {fqn}"
         target = LoRATarget(
             fqn, param.shape[-1], param.shape[-2],
-            int(pattern_value(config, "rank_pattern", paths, config["r"])),
-            pattern_value(config, "alpha_pattern", paths, config["lora_alpha"]), dropout,
+            int(pattern_value(config, "rank_pattern", matrices, where)),
+            pattern_value(config, "alpha_pattern", matrices, where), dropout,
             param.owner, param.layer, bool(config.get("use_rslora")), expert_axes(param, "per_expert"),
         )
         if target.experts is None:
@@ -317,9 +319,14 @@ def _expert_tensors(arch: ArchSpec, config: Mapping[str, Any], where: str) -> Ex
     """Ready to take every expert tensor that a file of this base may have."""
     names = expert_names(arch)
     counts = {p.name: p.shape[0] for p in inventory(arch) if p.name in names}
-    return ExpertTensors(names, counts, named_parameters(
-        config, names, module_names(arch).values(), where
-    ))
+    weights = {f"{path}.weight" for paths in _module_paths(arch).values() for path in paths}
+    return ExpertTensors(names, counts, named_parameters(config, names, weights, where))
+
+
+def _module_paths(arch: ArchSpec) -> dict[str, tuple[str, ...]]:
+    """Every path that a file may have for our Linear modules, by ours."""
+    in_memory, released = module_names(arch), module_names(arch, released=True)
+    return {fqn: tuple({path: None, released[fqn]: None}) for fqn, path in in_memory.items()}
 
 
 def _read_declared(manifest: Manifest | None) -> dict[str, dict[str, Any]]:

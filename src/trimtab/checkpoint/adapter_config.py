@@ -1,7 +1,6 @@
 """adapter_config.json: PEFT's options of an adapter, written and read.
 
-Knows: PEFT's keys, which options are supported, how names of modules stand for targets. Does not
-know: tensors.
+Knows: PEFT's keys, which options are supported. Does not know: tensors, names of modules.
 """
 
 from __future__ import annotations
@@ -13,32 +12,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from trimtab.arch.adapter import LoRATarget
-from trimtab.arch.maps import is_peft_expert, module_names
-from trimtab.arch.maps.experts import ExpertNames, expert_names
 from trimtab.arch.spec import ArchSpec
+from trimtab.checkpoint.adapter_names import AdapterNames
 from trimtab.checkpoint.expert_adapter import ExpertForm
 from trimtab.errors import AdapterError
 
 CONFIG_NAME = "adapter_config.json"
+_DEFAULTS = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}
 
 _REFUSED_OPTIONS = (
     "use_dora", "trainable_token_indices", "lora_bias", "fan_in_fan_out", "layer_replication",
     "megatron_config", "alora_invocation_tokens",
 )
-# In a path, all experts of a layer: PEFT reads patterns as regular expressions.
-_ANY_EXPERT = r"\d+"
 
 
 def peft_config(
     arch: ArchSpec, targets: Sequence[LoRATarget], base: str, *, whole: Sequence[str] = (),
     expert_form: ExpertForm = "grouped",
 ) -> dict[str, object]:
-    """The adapter_config.json of these targets.
+    """The adapter_config.json of these targets; what it calls them is said in `adapter_names`.
 
-    A leaf name stands for its modules if all modules of that name are targets, else each module
-    is named in full, so that PEFT adapts exactly these modules. What cannot stand in
-    `target_modules`, experts and modules that PEFT would take for experts, is named as a parameter;
-    PEFT has no dropout for parameters, and where there are such targets it is written as 0.
+    PEFT has no dropout for parameters; where there are such targets it is written as 0.
 
     Args:
         arch: of the base model.
@@ -49,18 +43,12 @@ def peft_config(
     """
     if not targets:
         raise AdapterError("TT502", base, "an adapter needs at least one target")
-    rank = Counter(t.rank for t in targets).most_common(1)[0][0]
-    alpha = Counter(t.alpha for t in targets).most_common(1)[0][0]
     if len({t.use_rslora for t in targets}) > 1:
         raise AdapterError("TT502", base, "use_rslora must be the same for all targets")
-    names, routed = module_names(arch), expert_names(arch)
-    parameters = _parameter_paths(arch, names, routed) if expert_form == "grouped" else {}
-    named = [t.fqn for t in targets if t.fqn in parameters]
-    paths = {
-        t.fqn: (parameters[t.fqn],) if t.fqn in parameters
-        else target_paths(t.fqn, names, routed, expert_form)
-        for t in targets
-    }
+    rank = Counter(t.rank for t in targets).most_common(1)[0][0]
+    alpha = Counter(t.alpha for t in targets).most_common(1)[0][0]
+    names = AdapterNames.of(arch, targets, expert_form)
+    parameters = names.target_parameters()
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -68,33 +56,17 @@ def peft_config(
         "inference_mode": True,
         "r": rank,
         "lora_alpha": _plain(alpha),
-        "lora_dropout": 0.0 if named else max(t.dropout for t in targets),
+        "lora_dropout": 0.0 if parameters else max(t.dropout for t in targets),
         "use_rslora": targets[0].use_rslora,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
-        "target_modules": _target_modules(
-            _available(names, routed, expert_form),
-            {path for fqn, found in paths.items() if fqn not in parameters for path in found},
-        ),
-        **({"target_parameters": _shortened(parameters, named)} if named else {}),
-        "rank_pattern": {p: t.rank for t in targets if t.rank != rank for p in paths[t.fqn]},
-        "alpha_pattern": {
-            p: _plain(t.alpha) for t in targets if t.alpha != alpha for p in paths[t.fqn]
-        },
+        "target_modules": names.target_modules(),
+        **({"target_parameters": parameters} if parameters else {}),
+        "rank_pattern": {path: r for path, r, _ in names.ranks() if r != rank},
+        "alpha_pattern": {path: _plain(a) for path, _, a in names.ranks() if a != alpha},
         "modules_to_save": list(whole) or None,
     }
-
-
-def target_paths(
-    fqn: str, names: Mapping[str, str], routed: Mapping[str, ExpertNames], form: ExpertForm
-) -> tuple[str, ...]:
-    """Outside paths of a target: its module, its joined parameter, or its experts' matrices."""
-    if fqn in names:
-        return (names[fqn],)
-    if form == "grouped":
-        return (routed[fqn].joined,)
-    return tuple(template.format(e=_ANY_EXPERT) for template in routed[fqn].released)
 
 
 def read_config(raw: bytes, where: str) -> dict[str, Any]:
@@ -123,56 +95,36 @@ def read_config(raw: bytes, where: str) -> dict[str, Any]:
     return config
 
 
-def pattern_value(config: Mapping[str, Any], name: str, paths: Iterable[str], default: float) -> float:
-    """PEFT's rule: the first pattern that equals a path or is a dotted suffix of one."""
-    for pattern, value in (config.get(name) or {}).items():
-        if any(path == pattern or path.endswith(f".{pattern}") for path in paths):
-            return float(value)
-    return float(default)
+def pattern_value(
+    config: Mapping[str, Any], name: str, matrices: Iterable[Sequence[str]], where: str
+) -> float:
+    """What `rank_pattern` or `alpha_pattern` says of a target, by default `r` or `lora_alpha`.
 
+    Args:
+        config: the options.
+        name: which pattern.
+        matrices: for each matrix of the target the names it goes by.
+        where: the target, for errors.
 
-def _available(
-    names: Mapping[str, str], routed: Mapping[str, ExpertNames], form: ExpertForm
-) -> list[str]:
-    """Paths of everything that `target_modules` could name."""
-    paths = list(names.values())
-    if form == "per_expert":
-        paths += [t.format(e=_ANY_EXPERT) for each in routed.values() for t in each.released]
-    return paths
-
-
-def _target_modules(available: Sequence[str], chosen: set[str]) -> list[str] | str:
-    """Leaf names and full names; one regular expression where experts cannot be told by a leaf."""
-    by_leaf: dict[str, set[str]] = {}
-    for path in available:
-        by_leaf.setdefault(path.rpartition(".")[2], set()).add(path)
-    listed: list[str] = []
-    for leaf, paths in by_leaf.items():
-        # A number as leaf would also fit the blocks of the tower and the decoder's layers.
-        whole = paths <= chosen and not leaf.isdigit()
-        listed.extend([leaf] if whole else sorted(paths & chosen))
-    if not any(_ANY_EXPERT in entry for entry in listed):
-        return listed
-    entries = (re.escape(entry).replace(re.escape(_ANY_EXPERT), _ANY_EXPERT) for entry in listed)
-    return rf"(.*\.)?({'|'.join(entries)})"
-
-
-def _parameter_paths(
-    arch: ArchSpec, names: Mapping[str, str], routed: Mapping[str, ExpertNames]
-) -> dict[str, str]:
-    """What `target_modules` cannot name, by ours: joined experts, and modules taken for experts."""
-    taken = {fqn: f"{path}.weight" for fqn, path in names.items() if is_peft_expert(arch, path)}
-    return taken | {fqn: each.joined for fqn, each in routed.items()}
-
-
-def _shortened(paths: Mapping[str, str], chosen: Sequence[str]) -> list[str]:
-    """Parameters, by their last three names where all that end so are meant."""
-    found: dict[str, None] = {}
-    for fqn in chosen:
-        tail = ".".join(paths[fqn].split(".")[-3:])
-        every = {name for name, path in paths.items() if path.endswith(f".{tail}")}
-        found[tail if every <= set(chosen) else paths[fqn]] = None
-    return list(found)
+    Raises:
+        AdapterError: TT502, a pattern is no regular expression or tells matrices of a target apart.
+    """
+    default = float(config[_DEFAULTS[name]])
+    patterns = config.get(name) or {}
+    if not patterns:
+        return default
+    try:
+        compiled = [(re.compile(rf"(.*\.)?({key})$"), float(v)) for key, v in patterns.items()]
+    except (re.error, TypeError, ValueError) as error:
+        raise AdapterError("TT502", f"{where}: {name}", f"cannot be read: {error}") from error
+    values = {
+        next((v for pattern, v in compiled if any(map(pattern.match, names))), default)
+        for names in matrices
+    }
+    if len(values) > 1:
+        rule = "experts of a layer must have one value"
+        raise AdapterError("TT502", f"{where}: {name}", rule, value=sorted(values))
+    return values.pop()
 
 
 def _plain(value: float) -> int | float:

@@ -157,6 +157,16 @@ class ExpertTensors:
             return lambda tensor: self.single.setdefault(fqn, {}).__setitem__(slot, tensor)
         return None
 
+    def matrices(self, fqn: str) -> list[tuple[str, ...]]:
+        """The names of each matrix of a target that the file has something of."""
+        if fqn in self.grouped:
+            return [(self.names[fqn].joined,)]
+        templates = tuple(zip(self.names[fqn].released, self.names[fqn].aliases, strict=True))
+        return [
+            tuple(template.format(e=expert) for template in each)
+            for expert in range(self.counts[fqn]) for each in templates
+        ]
+
     def read(
         self, target: LoRATarget, where: str, declared: ExpertAxes | None
     ) -> tuple[LoRATarget, dict[str, Tensor]]:
@@ -248,27 +258,29 @@ def _only(tensor: Tensor, dim: int, where: str) -> Tensor:
 
 
 def named_parameters(
-    config: Mapping[str, Any], names: Mapping[str, ExpertNames], modules: Collection[str], where: str
+    config: Mapping[str, Any], names: Mapping[str, ExpertNames], weights: Collection[str],
+    where: str,
 ) -> frozenset[str]:
-    """Our names of the joined parameters that `target_parameters` lists, by PEFT's suffix rule.
-
-    Weights of linear modules may be listed too: their tensors are named like those of modules.
+    """Our names of the joined parameters that `target_parameters` lists, by PEFT's rule for suffixes.
 
     Args:
-        config: adapter_config.json.
-        names: of the experts.
-        modules: paths of the linear modules.
-        where: the file, for errors.
+        config: the options of the adapter.
+        names: of all routed experts.
+        weights: of Linear modules, which may be named there as well.
+        where: the config, for errors.
 
     Raises:
         AdapterError: TT502, an entry is neither.
     """
     found = set()
     for entry in config.get("target_parameters") or ():
-        hits = {fqn for fqn, each in names.items() if f".{each.joined}".endswith(f".{entry}")}
-        module = str(entry).removesuffix(".weight")
-        if not hits and (module == entry or not any(f".{m}".endswith(f".{module}") for m in modules)):
-            raise AdapterError("TT502", f"{where}: target_parameters", "only parameters of routed "
-                               "experts and weights of linear modules are supported", value=entry)
+        hits = {fqn for fqn, each in names.items() if _ends_with(each.joined, entry)}
+        if not hits and not any(_ends_with(weight, entry) for weight in weights):
+            rule = "only routed experts and weights of projections are supported"
+            raise AdapterError("TT502", f"{where}: target_parameters", rule, value=entry)
         found |= hits
     return frozenset(found)
+
+
+def _ends_with(path: str, entry: str) -> bool:
+    return path == entry or path.endswith(f".{entry}")

@@ -15,6 +15,7 @@ from typing import Literal
 
 from trimtab.arch.load import load_arch
 from trimtab.arch.spec import ArchSpec
+from trimtab.checkpoint import engine_adapter
 from trimtab.checkpoint.adapter import (
     AdapterFile,
     AdapterMeta,
@@ -27,7 +28,6 @@ from trimtab.checkpoint.codec import Progress
 from trimtab.checkpoint.companions import companion_files, config_with_dtype
 from trimtab.checkpoint.copy_plan import CopyPlan, plan_copy
 from trimtab.checkpoint.deltas import Deltas
-from trimtab.checkpoint.expert_adapter import ExpertForm
 from trimtab.checkpoint.manifest import (
     ArtefactWriter,
     check_output,
@@ -40,7 +40,7 @@ from trimtab.checkpoint.released import released_index
 from trimtab.checkpoint.rewrite import Rewritten, needed_bytes, write_files
 from trimtab.checkpoint.source import INDEX_NAME, Source, open_source
 from trimtab.checkpoint.structure import require_equal
-from trimtab.errors import AdapterError, ArchError
+from trimtab.errors import ArchError
 
 OutputDtype = Literal["native", "bf16", "fp32"]
 _CONFIG_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -144,20 +144,23 @@ def _index(plan: CopyPlan) -> bytes:
 
 
 def export_adapter(
-    src: str | Path, dst: str | Path, base: str | None = None,
-    expert_form: ExpertForm | None = None,
+    src: str | Path, dst: str | Path, base: str | None = None, *, for_engines: bool = False,
 ) -> int:
     """Write an adapter again in PEFT's form, held against its base; returns its tensor count.
+
+    Adapters of routed experts are joined per layer, unless gate and up have an A each. For engines
+    there is a pair per matrix instead, all names are released ones, and rank and scaling are the
+    same everywhere.
 
     Args:
         src: adapter directory.
         dst: new directory.
         base: its base; by default what the adapter names.
-        expert_form: how adapters of routed experts are written; by default joined, unless gate and
-            up have an A each.
+        for_engines: write it for an inference engine instead of PEFT.
 
     Raises:
-        AdapterError: TT502 if it does not fit the base; TT503, routers that an engine would ignore.
+        AdapterError: TT502 if it does not fit the base; TT503 if it trains modules in full and is meant
+            for engines.
         CheckpointError: TT309 if `dst` holds something.
     """
     base = base or adapter_base(src)
@@ -165,12 +168,12 @@ def export_adapter(
     arch = load_arch(source.config(), source.where)
     adapter = load_adapter(src, arch)
     fingerprint = adapter.manifest.source_fingerprint if adapter.manifest else None
-    if expert_form == "per_expert" and any(".router." in name for name in adapter.tensors):
-        raise AdapterError("TT503", str(src), "has trained routers, and inference engines load adapters "
-                           "only", hint="merge it into its base, or export --to peft")
-    form = expert_form or writable_form(adapter.targets)
+    targets, tensors = adapter.targets, adapter.tensors
+    form = writable_form(targets)
+    if for_engines:
+        targets, tensors = engine_adapter.for_engines(targets, tensors, str(src))
+        form = "per_expert"
     meta = AdapterMeta(base, fingerprint, {"made_by": "export"}, form)
-    save_adapter(dst, arch, adapter.targets, adapter.tensors, meta)
-    return len(adapter.tensors)
+    return save_adapter(dst, arch, targets, tensors, meta)
 
 

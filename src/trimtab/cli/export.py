@@ -25,15 +25,15 @@ def export(
 ) -> None:
     """Write a checked copy: `hf` a checkpoint in the released format, the others an adapter.
 
-    They differ in adapters of routed experts: `peft` joins those of a layer, as PEFT reads them for
-    parameters; engines get one pair per expert's matrix, under its released name.
+    `peft` joins the adapters of a layer's routed experts, as PEFT reads them for parameters; engines
+    get one pair per expert's matrix, released names, and one rank and scaling throughout.
     """
     if to == "hf":
         count = _export_checkpoint(src, out)
     else:
         from trimtab.checkpoint.merge import export_adapter
 
-        count = export_adapter(src, out, base, None if to == "peft" else "per_expert")
+        count = export_adapter(src, out, base, for_engines=to != "peft")
     if as_json:
         print_json({"out": out, "to": to, "tensors": count})
     else:

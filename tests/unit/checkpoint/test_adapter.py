@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.unit.checkpoint.tiny import dsa_config, k3_config, linear_config, make
+from tests.unit.checkpoint.tiny import k3_config, linear_config, make
 from trimtab.arch.adapter import LoRATarget, resolve_targets
 from trimtab.arch.load import load_arch
 from trimtab.arch.params import inventory
@@ -30,6 +31,7 @@ from trimtab.checkpoint.adapter import (
 from trimtab.checkpoint.adapter_config import CONFIG_NAME, peft_config
 from trimtab.checkpoint.load import load_model
 from trimtab.checkpoint.manifest import MANIFEST_NAME, verify_files
+from trimtab.checkpoint.merge import export_adapter
 from trimtab.errors import AdapterError
 from trimtab.models.context import ForwardContext
 from trimtab.verify.logits import probe_sequences, sequence_logits
@@ -112,6 +114,47 @@ def test_modules_are_named_in_full_where_a_leaf_would_hit_others(arch: ArchSpec)
     assert peft_config(arch, every, "b")["target_modules"] == ["q_proj"]
     (name,) = peft_config(arch, every[:1], "b")["target_modules"]  # type: ignore[misc]
     assert name == "language_model.model.layers.0.self_attn.q_proj"
+
+
+def test_patterns_are_regular_expressions_as_in_peft(tmp_path: Path, arch: ArchSpec) -> None:
+    _save(tmp_path / "a", arch)
+    file = tmp_path / "a" / CONFIG_NAME
+    config = json.loads(file.read_text())
+    for key, value in ((r"layers\.[01]\.self_attn\..*", 3), (r".*\.2\.self_attn\.o_proj", 5.5)):
+        config["alpha_pattern"][key] = value
+    file.write_text(json.dumps(config))
+    (tmp_path / "a" / MANIFEST_NAME).unlink()
+    alphas = {t.fqn: t.alpha for t in load_adapter(tmp_path / "a", arch).targets}
+    assert {a for n, a in alphas.items() if re.match(r"layers\.[01]\.self_attn", n)} == {3}
+    assert alphas["layers.2.self_attn.o_proj"] == 5.5
+    assert alphas["layers.2.self_attn.q_proj"] == 8
+    file.write_text(json.dumps(config | {"alpha_pattern": {"(": 1}}))
+    with pytest.raises(AdapterError, match=r"TT502.*alpha_pattern: cannot be read"):
+        load_adapter(tmp_path / "a", arch)
+
+
+def test_an_adapter_for_engines_has_released_names_one_rank_and_one_scaling(tmp_path: Path) -> None:
+    arch = make(tmp_path / "m", linear_config())
+    targets = targets_of(arch, ("f_b_proj", "q_proj"), 4) + [
+        replace(t, alpha=6.0) for t in targets_of(arch, ("up_proj",), 2)
+    ]
+    tensors = random_tensors(targets)
+    save_adapter(tmp_path / "a", arch, targets, tensors, AdapterMeta(str(tmp_path / "m")))
+    count = export_adapter(tmp_path / "a", tmp_path / "out", for_engines=True)
+    file = load_file(tmp_path / "out" / WEIGHTS_NAME)
+    assert count == len(file)
+    names = {n.removeprefix("base_model.model.").partition(".lora_")[0] for n in file}
+    assert {"model.layers.0.self_attn.f_b_proj", "model.layers.0.mlp.up_proj",
+            "model.layers.1.block_sparse_moe.shared_experts.up_proj"} <= names
+    config = json.loads((tmp_path / "out" / CONFIG_NAME).read_text())
+    assert config["rank_pattern"] == config["alpha_pattern"] == {}
+    assert "target_parameters" not in config
+    scaling = config["lora_alpha"] / config["r"]
+    again = load_adapter(tmp_path / "out", arch)
+    for target in targets:
+        a, b = (again.tensors[f"{target.fqn}.lora.{side}"] for side in "AB")
+        first, second = (tensors[f"{target.fqn}.lora.{side}"] for side in "AB")
+        assert torch.allclose(scaling * b @ a, target.scaling * second @ first, atol=1e-6)
 
 
 def _drop(tensors: dict[str, Tensor]) -> None:
@@ -203,47 +246,6 @@ def test_zero_adapter_keeps_base_logits_bit_for_bit(tmp_path: Path) -> None:
     assert torch.equal(sequence_logits(model, ids), before)
 
 
-@pytest.mark.parity
-@pytest.mark.parametrize("routers", [False, True])
-@pytest.mark.parametrize(
-    ("config", "leaves", "low_rank"),
-    [
-        (linear_config(), ("q_proj", "o_proj", "up_proj", "f_b_proj"), "k_proj"),
-        # Attention only: peft 0.21 takes the names of dense and shared FFNs of this family for
-        # routed experts, however they are written, and refuses the adapter.
-        (dsa_config(), ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"), "kv_b_proj"),
-    ],
-    ids=["linear", "dsa"],
-)
-def test_peft_reads_our_adapter_and_computes_the_same(
-    tmp_path: Path, config: dict[str, Any], leaves: tuple[str, ...], low_rank: str, routers: bool
-) -> None:
-    config = config | {"dtype": "float32", "torch_dtype": "float32"}
-    arch = make(tmp_path / "m", config)
-    targets = targets_of(arch, leaves, 4) + targets_of(arch, (low_rank,), 2)
-    tensors = random_tensors(targets) | (_router_tensors(arch) if routers else {})
-    save_adapter(tmp_path / "a", arch, targets, tensors, AdapterMeta(str(tmp_path / "m")))
-    sequences = probe_sequences(arch.vocab_size, 1, 30)
-    (tmp_path / "ids.json").write_text(json.dumps(sequences))
-    script = Path(__file__).parents[2] / "parity/peft_logits.py"
-    command = [sys.executable, str(script), *(str(tmp_path / n) for n in ("m", "a", "ids.json", "out"))]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    theirs = load_file(tmp_path / "out")
-    assert int(theirs["adapted"]) == len(targets)
-    model, _ = load_model(tmp_path / "m", base_dtype="fp32")
-    plain = [sequence_logits(model, ids) for ids in sequences]
-    attach_adapter(model, load_adapter(tmp_path / "a", arch))
-    for n, ids in enumerate(sequences):
-        ours = sequence_logits(model, ids)
-        scale = float(ours.abs().max())
-        assert float((plain[n] - ours).abs().max()) > 0.01 * scale, "the adapter must matter"
-        # float32 noise of transformers against float64 is 6e-6 here; a wrong scaling, axis order
-        # or missing module changes logits by more than 1e-2
-        assert float((theirs[f"logits.{n}"] - ours).abs().max()) <= 5e-5 * scale
-
-
 def _projector(arch: ArchSpec) -> list[LoRATarget]:
     words = ["projector", "q_proj"]
     return list(resolve_targets(arch, target_modules=words, rank=4, alpha=8))
@@ -311,6 +313,8 @@ def test_a_projector_trained_in_full_goes_through_modules_to_save(
     assert found.tensors.keys() == tensors.keys()
     assert all(torch.equal(found.tensors[n], tensors[n]) for n in tensors)
     make(tmp_path / "m", k3_config())
+    with pytest.raises(AdapterError, match=r"TT503.*trained in full"):
+        export_adapter(tmp_path / "a", tmp_path / "e", str(tmp_path / "m"), for_engines=True)
     model, _ = load_model(tmp_path / "m")
     attach_adapter(model, found)
     assert torch.equal(model.get_parameter("projector.proj.2.weight"),

@@ -113,10 +113,14 @@ def _parts_of(arch: ArchSpec) -> PartsOf:
     return parts_of(arch.quantization, WEIGHT_MAPS[arch.family].never_quantised)
 
 
-def module_names(arch: ArchSpec) -> dict[str, str]:
+def module_names(arch: ArchSpec, *, released: bool = False) -> dict[str, str]:
     """Our Linear modules -> their path in a PEFT directory.
 
     That path is transformers' in-memory name where it has the family, else the released name.
+
+    Args:
+        arch: the model.
+        released: the released name in any case, which is what engines read.
 
     >>> from trimtab.arch.load import load_arch
     >>> from trimtab.arch.presets import preset_config
@@ -130,16 +134,12 @@ def module_names(arch: ArchSpec) -> dict[str, str]:
         module, _, leaf = param.name.rpartition(".")
         if leaf != "weight" or len(param.shape) != 2 or param.owner in _NOT_LINEAR:
             continue
-        released = rename(param.name, weight_map.rules)
-        if released is None:
+        in_memory = None if released else rename(module, weight_map.module_rules)
+        stored = rename(param.name, weight_map.rules)
+        if stored is None:
             raise LookupError(f"no rule of the weight map fits {param.name}")
-        names[module] = rename(module, weight_map.module_rules) or released.removesuffix(".weight")
+        names[module] = in_memory or stored.removesuffix(".weight")
     return names
-
-
-def is_peft_expert(arch: ArchSpec, path: str) -> bool:
-    """Whether PEFT takes this entry of its `target_modules` for routed experts, whatever it names."""
-    return path.rpartition(".")[2] in WEIGHT_MAPS[arch.family].peft_experts
 
 
 def router_names(arch: ArchSpec) -> dict[str, str]:

@@ -26,11 +26,13 @@ class ExpertNames:
         module: what holds all experts, transformers' in-memory name or the released one.
         parameter: name of the joined parameter in it, [E, out, in].
         released: template of the released module of each matrix, with `{e}` for the expert.
+        is_joined: transformers has the family, and joins the experts of a layer in memory.
     """
 
     module: str
     parameter: str
     released: tuple[str, ...]
+    is_joined: bool
 
     @property
     def joined(self) -> str:
@@ -66,4 +68,4 @@ def _names(param: str, weight_map: WeightMap) -> ExpertNames:
     parent, _, leaf = param.rpartition(".")
     released = tuple(matching(param, weight_map.rules))
     module = rename(parent, weight_map.module_rules) or released[0].partition(".{e}.")[0]
-    return ExpertNames(module, _PARAMETERS[leaf], released)
+    return ExpertNames(module, _PARAMETERS[leaf], released, bool(weight_map.module_rules))
