@@ -15,6 +15,7 @@ from trimtab.cli.main import run
 from trimtab.config.load import load_recipe
 
 ROOT = Path(__file__).parents[2]
+EIGHT = ["--cluster", "h100", "--model", "CONFIG", "--devices", "8"]
 LLAMA = {
     "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "vocab_size": 32000,
     "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 8192,
@@ -55,8 +56,20 @@ def test_nothing_fits_is_exit_3(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--cluster", "h100", "--model", "CONFIG"], "needs one of --devices"),
         (["--cluster", "h100", "--model", "CONFIG", "--devices", "8", "--goal", "best"], "--goal (best)"),
         (["--cluster", "h100", "--model", "CONFIG", "--devices", "8", "--targets", "qproj"], "TT501"),
-        (["--cluster", "h100", "--model", "CONFIG", "--devices", "8", "--pp", "2", "--stages", "8,9"],
-         "add to 16 layers"),
+        ([*EIGHT, "--pp", "2", "--stages", "8,9"], "add to 16 layers"),
+        ([*EIGHT, "--stages", "8,8,x"], "add to 16 layers"),
+        ([*EIGHT, "--tp", "3"], "--devices (8): must be a multiple of tp 3"),
+        ([*EIGHT, "--pp", "2", "--tp", "8"], "must be a multiple of pp 2 * tp 8"),
+        (["--cluster", "h100", "--model", "CONFIG", "--devices", "32", "--tp", "32"],
+         "--tp (32): tp * cp must divide the 16 heads"),
+        (["--cluster", "h100", "--model", "CONFIG", "--devices", "32", "--pp", "32"], "at most 16, the layers"),
+        ([*EIGHT, "--cp", "8", "--seq-len", "1028"], "--cp (8): must divide the 1028 tokens"),
+        ([*EIGHT, "--ep", "2"], "--ep (2): must be 1: the model has no experts"),
+        ([*EIGHT, "--pp", "1", "--tp", "1", "--cp", "1", "--tokens-per-step", "32768"], "8 data-parallel ranks"),
+        (["--cluster", "h200", "--model", "kimi-k3", "--devices", "16", "--ep", "10"], "divide the 896 experts"),
+        (["--cluster", "h200", "--model", "kimi-k3", "--devices", "16", "--ep", "7"], "divide the 16 ranks"),
+        (["--cluster", "h201", "--model", "CONFIG", "--devices", "8"], "did you mean `h200`"),
+        (["--cluster", "cpu", "--model", "CONFIG", "--devices", "8"], "cpu has 1 rank"),
     ],
 )
 def test_errors_name_the_flag(
@@ -173,3 +186,23 @@ def test_a_calibration_goes_to_the_file_and_is_a_cluster(
     assert asked == [2] and capsys.readouterr().out == ""
     assert run(["plan", "--model", config(tmp_path), "--cluster", str(out), "--devices", "2"]) == 0
     assert "2 ranks = 1 host, 64 GiB each" in capsys.readouterr().out
+
+
+def test_a_missing_field_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({k: v for k, v in LLAMA.items() if k != "hidden_size"}))
+    assert run(["plan", "--model", str(path), "--cluster", "h100", "--devices", "8"]) == 2
+    assert "hidden_size: the field is missing" in capsys.readouterr().err
+
+
+def test_stages_say_how_many_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model", config(tmp_path), "--cluster", "h100", "--devices", "8", "--json"]
+    assert run([*words, "--stages", "6,10"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parallel"]["pp"] == 2 and found["parallel"]["stages"] == [6, 10]
+
+
+def test_too_few_tokens_for_the_ranks_is_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model", config(tmp_path, num_attention_heads=1, num_key_value_heads=1, num_hidden_layers=1)]
+    assert run([*words, "--cluster", "h100", "--devices", "8", "--tokens-per-step", "8192"]) == 3
+    assert "--tokens-per-step" in capsys.readouterr().out

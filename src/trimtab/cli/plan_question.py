@@ -21,7 +21,7 @@ from trimtab.plan.job import (
     Job,
     choose_adapters,
 )
-from trimtab.plan.planner import Question
+from trimtab.plan.question import Question
 from trimtab.plan.search import GOALS, Goal, Limits
 
 _STEP_TOKENS = 4 * 2**20
@@ -94,11 +94,12 @@ def ask(flags: Flags, recipe: Recipe | None) -> Question:
     outline = resolve_outline(_required(model, "--model", "a directory with config.json"))
     tune = recipe.finetune if recipe else None
     recompute = flags.recompute or (tune.recompute if tune else None)
+    stages = _stages(flags.stages, outline, flags.pp)
     limits = Limits(
-        flags.pp, flags.tp, flags.cp, flags.ep, flags.dp_shard,
+        len(stages) if stages else flags.pp, flags.tp, flags.cp, flags.ep, flags.dp_shard,
         cast("Dispatcher | None", _one_of(flags.dispatcher, get_args(Dispatcher), "--dispatcher")),
         cast("None", _one_of(recompute, ("layer", "none"), "--recompute")),
-        _stages(flags.stages, outline, flags.pp),
+        stages,
     )
     ranks = _ranks(machine, flags, recipe)
     length = flags.seq_len or (tune.data.max_seq_len if tune else _SEQ_LEN)
@@ -142,11 +143,11 @@ def _stages(text: str | None, outline: Outline, pp: int | None) -> tuple[int, ..
         return None
     parts = text.split(",")
     counts = tuple(int(part) for part in parts if part.strip().isdigit())
-    if len(counts) != len(parts) or sum(counts) != outline.num_layers or pp != len(counts):
-        raise ConfigError(
-            "TT108", "--stages",
-            f"must be {pp or '--pp'} numbers that add to {outline.num_layers} layers", value=text,
-        )
+    few = len(counts) != len(parts) or (pp is not None and pp != len(counts)) or 0 in counts
+    if few or sum(counts) != outline.num_layers:
+        many = "" if pp is None else f"{pp} "
+        rule = f"must be {many}numbers that add to {outline.num_layers} layers"
+        raise ConfigError("TT108", "--stages", rule, value=text)
     return counts
 
 
@@ -156,6 +157,7 @@ def _job(outline: Outline, recipe: Recipe | None, flags: Flags) -> Job:
     _one_of(flags.experts, get_args(ExpertAdapters), "--experts")
     tune = recipe.finetune if recipe else None
     base = cast(BaseDtype, flags.base_dtype or (tune.base_dtype if tune else "native"))
+    factor = recipe.parallel.capacity_factor if recipe else None
     micro = tune.batch.micro_batch_tokens // tune.data.max_seq_len if tune else 1
     if flags.method == "full":
         return Job(method="full", base_dtype=base, micro_batch=micro, stack=FULL_TRAINING)
@@ -165,4 +167,4 @@ def _job(outline: Outline, recipe: Recipe | None, flags: Flags) -> Job:
     form = cast(ExpertAdapters, flags.experts or (tune.lora.experts if tune else "none"))
     rank = flags.rank or (tune.lora.rank if tune else 32)
     adapters = choose_adapters(outline, rank, words, form)
-    return Job(base_dtype=base, micro_batch=micro, adapters=adapters)
+    return Job(base_dtype=base, micro_batch=micro, adapters=adapters, capacity_factor=factor)

@@ -135,6 +135,6 @@ def require_ranks(cluster: Cluster, ranks: int, where: str) -> None:
         most = max([cluster.ranks_per_host, *(net.ranks for net in cluster.networks)])
     if most is not None and ranks > most:
         raise ConfigError(
-            "TT105", where, f"{cluster.name} has {most} ranks", value=ranks,
+            "TT105", where, f"{cluster.name} has {most} rank{'s' * (most != 1)}", value=ranks,
             hint="ask for fewer, or write a cluster document with a larger network",
         )

@@ -171,7 +171,7 @@ def parallel_section(candidate: Candidate) -> dict[str, object]:
     section: dict[str, object] = {
         "ep": degrees.ep, "dp_shard": degrees.dp_shard, "dp_replicate": degrees.dp_replicate,
         "tp": degrees.tp, "pp": degrees.pp, "cp": degrees.cp,
-        "dispatcher": candidate.layout.dispatcher, "capacity_factor": None,
+        "dispatcher": candidate.layout.dispatcher, "capacity_factor": candidate.job.capacity_factor,
     }
     if degrees.pp > 1:
         section["stages"] = [stage.num_layers for stage in candidate.layout.stages]

@@ -210,7 +210,7 @@ def all_degrees(
 ) -> Iterator[Degrees]:
     """Every legal set of degrees."""
     heads = common_heads(outline)
-    experts = _experts(outline)
+    experts = expert_count(outline)
     for pp in _choices(ranks, limits.pp, outline.num_layers):
         for tp in _choices(ranks // pp, limits.tp, min(_MAX_TP, cluster.ranks_per_host)):
             if heads % tp and outline.num_layers:
@@ -251,7 +251,8 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def _experts(outline: Outline) -> int:
+def expert_count(outline: Outline) -> int:
+    """Experts that expert parallelism must divide, 1 without any."""
     counts = {layer.ffn.num_experts for layer in outline.layers if isinstance(layer.ffn, MoESpec)}
     return gcd(*counts) if counts else 1
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from trimtab.config.cluster import Grade
 from trimtab.plan.grades import memory_grades, used_grades, worst_of
 from trimtab.plan.placement import describe_ranks, require_ranks
-from trimtab.plan.planner import Question
+from trimtab.plan.question import Question
 from trimtab.plan.search import capacity
 from trimtab.plan.serving import ServingLayout, ServingModel
 from trimtab.units import format_bytes, format_count, format_seconds

@@ -6,7 +6,7 @@ activations, time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate
 
 from trimtab.arch.outline import Outline
@@ -41,10 +41,19 @@ class Block:
     matrix_share: float = 0
 
     def __add__(self, other: Block) -> Block:
-        return Block(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Block)))
+        # Written out: a model of a trillion parameters has thousands of them to add, in every search.
+        return Block(
+            self.tp + other.tp, self.whole + other.whole, self.expert + other.expert,
+            self.tp_elements + other.tp_elements, self.whole_elements + other.whole_elements,
+            self.expert_elements + other.expert_elements, self.matrix_share + other.matrix_share,
+        )
 
     def __sub__(self, other: Block) -> Block:
-        return Block(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(Block)))
+        return Block(
+            self.tp - other.tp, self.whole - other.whole, self.expert - other.expert,
+            self.tp_elements - other.tp_elements, self.whole_elements - other.whole_elements,
+            self.expert_elements - other.expert_elements, self.matrix_share - other.matrix_share,
+        )
 
 
 @dataclass(frozen=True, slots=True)

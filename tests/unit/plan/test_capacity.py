@@ -15,7 +15,8 @@ from trimtab.config.cluster import load_cluster
 from trimtab.errors import ConfigError
 from trimtab.plan.capacity import capacity_rows, capacity_table, read_histogram
 from trimtab.plan.job import Job, choose_adapters
-from trimtab.plan.planner import Plan, Question, make_plan
+from trimtab.plan.planner import Plan, make_plan
+from trimtab.plan.question import Question
 from trimtab.plan.search import Limits
 
 EXPERTS = 256

@@ -14,7 +14,8 @@ from trimtab.arch.presets import preset_config
 from trimtab.config.cluster import load_cluster
 from trimtab.errors import ConfigError
 from trimtab.plan.job import Job, choose_adapters
-from trimtab.plan.planner import Plan, Question, make_plan
+from trimtab.plan.planner import Plan, make_plan
+from trimtab.plan.question import Question
 from trimtab.plan.report import parallel_section, plan_as_dict
 from trimtab.plan.search import Goal, Limits, all_degrees, capacity
 

@@ -10,7 +10,7 @@ from trimtab.arch.presets import preset_config
 from trimtab.arch.summary import summarise
 from trimtab.config.cluster import load_cluster
 from trimtab.plan.job import Job, choose_adapters
-from trimtab.plan.planner import Question
+from trimtab.plan.question import Question
 from trimtab.plan.search import Limits, capacity
 from trimtab.plan.serving import ServingModel
 from trimtab.plan.serving_plan import COLUMNS, layout_row, plan_serving, serving_as_dict

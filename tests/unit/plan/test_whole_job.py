@@ -14,7 +14,8 @@ from trimtab.config.recipe import Recipe
 from trimtab.errors import ConfigError
 from trimtab.plan.job import Job, choose_adapters
 from trimtab.plan.page import plan_page
-from trimtab.plan.planner import Plan, Question, make_plan
+from trimtab.plan.planner import Plan, make_plan
+from trimtab.plan.question import Question
 from trimtab.plan.report import Extras, job_as_dict
 from trimtab.plan.search import Limits
 from trimtab.plan.whole_job import WholeJob, whole_job
