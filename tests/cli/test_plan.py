@@ -123,7 +123,8 @@ def test_a_recipe_is_planned_as_a_whole_job_and_gets_its_section(tmp_path: Path)
     job = found["job"]
     assert job["steps"] * 16384 == job["tokens"] and "passes" in job["data"]
     assert job["total_hours"] == pytest.approx(sum(job["hours"].values())) and job["cost"] > 0
-    assert "The whole job" in page.read_text()
+    assert "The whole job" in page.read_text() and "it ends" in page.read_text()
+    assert list(tmp_path.glob("*.tmp")) == []
     text = out.read_text()
     assert text.startswith(RECIPE[:RECIPE.index("parallel")]) and text.endswith("output: runs/x\n")
     planned = load_recipe(out)
@@ -154,7 +155,23 @@ def test_a_planned_recipe_is_not_yet_run_on_one_device(
 
 def test_overrides_need_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "--model", "kimi-k3", "--set", "seed=1"]) == 2
-    assert "--set (seed=1): needs a recipe" in capsys.readouterr().err
+    assert "--set" in (text := capsys.readouterr().err) and "needs a recipe" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--price", "2"], "--price (2.0): needs a recipe"), (["--adapters", "2"], "needs --serve"),
+        (["--serve", "--tp", "2"], "--tp (2): has no meaning beside --serve"),
+        (["--serve", "--html", "x"], "--html (x): has no meaning"),
+        (["--calibrate", "--cluster", "h200"], "--cluster (h200): has no meaning beside --calibrate"),
+    ],
+)
+def test_flags_without_effect_are_errors(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert run(["plan", *words]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_serving_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.plan_question import Flags, ask, recipe_of
+from trimtab.cli.plan_question import Flags, ask, check_flags, recipe_of
 from trimtab.config.recipe import Recipe
 from trimtab.plan.capacity import CapacityRow, capacity_table, read_histogram
 from trimtab.plan.planner import Plan, make_plan
@@ -58,6 +58,7 @@ def plan(
 ) -> None:
     """Find the layout of a LoRA job, and say what it needs; exit 3 if nothing fits."""
     flags = Flags(**locals())
+    check_flags(flags)
     if calibrate:
         from trimtab.cli.plan_calibrate import write_calibration  # torch, only to measure
 
@@ -73,7 +74,7 @@ def plan(
     if html is not None:
         from trimtab.plan.page import plan_page  # jinja2 only with a page
 
-        html.write_text(plan_page(answer, extras), encoding="utf-8")
+        _write(html, plan_page(answer, extras))
     if answer.best is None:
         raise typer.Exit(NO_PLAN)
     if out is not None:
@@ -116,7 +117,15 @@ def _write_section(out: Path, flags: Flags, answer: Plan) -> None:
         from trimtab.config.rewrite import replace_section
 
         text = replace_section(flags.recipe.read_text(encoding="utf-8"), "parallel", text)
-    out.write_text(text, encoding="utf-8")
+    _write(out, text)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file so that the old one, which may be the recipe, is whole until the new one is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
 
 
 def _show(answer: Plan, extras: Extras, as_json: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -62,7 +63,7 @@ def render_plan(plan: Plan, extras: Extras, console: Console) -> None:
     if extras.capacities:
         console.print(_table(COLUMNS, capacity_rows(extras.capacities)))
     if extras.job is not None:
-        console.print(_table(("the whole job", ""), job_rows(extras.job)))
+        console.print(_table(("the whole job", ""), job_rows(extras.job, datetime.now())))
     console.print()
     console.print(Text("for the recipe", style="dim"))
     console.print(parallel_yaml(plan.best), end="")

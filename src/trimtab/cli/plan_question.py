@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import cast, get_args
 
@@ -65,17 +65,41 @@ class Flags:
     as_json: bool
 
 
+# Flags that mean nothing where these others do, or do not, stand.
+_TRAINING = ("pp", "tp", "cp", "ep", "dp_shard", "stages", "dispatcher", "recompute", "histogram",
+             "price", "html", "out")
+_OF_CALIBRATE = ("devices", "out", "as_json", "calibrate", "method", "goal")
+
+
+def check_flags(flags: Flags) -> None:
+    """Raise where a flag would have no effect.
+
+    Raises:
+        ConfigError: TT108.
+    """
+    given = {f.name: value for f in fields(flags) if (value := getattr(flags, f.name)) not in (None, False)}
+    needs: dict[str, str] = {}
+    if flags.calibrate:
+        needs = {name: "has no meaning beside --calibrate" for name in given if name not in _OF_CALIBRATE}
+    elif flags.serve:
+        needs = dict.fromkeys(_TRAINING, "has no meaning beside --serve")
+    else:
+        needs = {"adapters": "needs --serve"}
+    if flags.recipe is None:
+        needs |= {"overrides": "needs a recipe", "price": "needs a recipe"}
+    for name, rule in needs.items():
+        if name in given:
+            flag = "--set" if name == "overrides" else f"--{name.replace('_', '-')}"
+            raise ConfigError("TT108", flag, rule, value=str(given[name]))
+
+
 def recipe_of(flags: Flags) -> Recipe | None:
     """The recipe that was named, if one was.
 
     Raises:
-        ConfigError: TT108, overrides without a recipe or adapters without --serve; else as `load_recipe`.
+        ConfigError: as `load_recipe`.
     """
-    if flags.adapters is not None and not flags.serve:
-        raise ConfigError("TT108", "--adapters", "needs --serve", value=flags.adapters)
     if flags.recipe is None:
-        if flags.overrides:
-            raise ConfigError("TT108", "--set", "needs a recipe", value=flags.overrides[0])
         return None
     from trimtab.config.load import load_recipe  # only with a recipe
 

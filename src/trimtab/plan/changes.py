@@ -14,8 +14,7 @@ from itertools import product
 from trimtab.config.cluster import Cluster, cluster_names, load_cluster
 from trimtab.plan.job import DEFAULT_TARGETS, TRIMTAB, Adapters, Recompute, choose_adapters
 from trimtab.plan.question import Question
-from trimtab.plan.search import Limits, capacity
-from trimtab.plan.states import base_bytes
+from trimtab.plan.search import Limits
 
 _SHORTEST = 1024
 _SMALLEST_RANK = 8
@@ -67,12 +66,6 @@ def _first(question: Question, steps: Sequence[Step]) -> Change | None:
     return next(filter(None, (_tried(question, step) for step in steps)), None)
 
 
-def _base_bytes(question: Question) -> float:
-    """Of the model as the job keeps it; divided by all ranks it is the least that one needs."""
-    q = question
-    return sum(base_bytes(q.outline, q.job, param) for param in q.outline.params)
-
-
 def _both(first: _Do, then: _Do) -> _Do:
     def do(question: Question) -> Question | None:
         changed = first(question)
@@ -84,7 +77,7 @@ def _both(first: _Do, then: _Do) -> _Do:
 def _tried(question: Question, step: Step) -> Change | None:
     text, change = step
     changed = change(question)
-    if changed is None or _base_bytes(changed) / changed.ranks > capacity(changed.cluster):
+    if changed is None or not changed.could_fit():
         return None
     found = replace(changed, goal="fits").search()
     if not found.candidates:

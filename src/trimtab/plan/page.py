@@ -5,6 +5,8 @@ Knows: what is drawn. Does not know: geometry, files.
 
 from __future__ import annotations
 
+from datetime import datetime
+
 from trimtab.plan.capacity import COLUMNS, capacity_rows
 from trimtab.plan.memory import ALLOCATED, OUTSIDE
 from trimtab.plan.planner import Plan
@@ -53,7 +55,7 @@ def plan_page(plan: Plan, extras: Extras | None = None) -> str:
         "changes": [f"{c.text}: {format_bytes(c.memory)} per rank" for c in plan.changes],
         "tiles": [], "memory_chart": None, "time_chart": None, "legend": [],
         "capacities": capacity_rows(extras.capacities), "capacity_columns": COLUMNS,
-        "job": job_rows(extras.job) if extras.job is not None else None,
+        "job": job_rows(extras.job, datetime.now()) if extras.job is not None else None,
     }
     if plan.stages:
         context |= _memory(plan)

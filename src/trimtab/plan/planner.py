@@ -111,30 +111,42 @@ def make_plan(question: Question) -> Plan:
 
 def _by_goal(question: Question) -> tuple[Question, Found]:
     if question.goal == "fewest_devices":
-        for ranks in _fewer(question):
-            found = replace(question, ranks=ranks).search()
-            if found.candidates:
-                return replace(question, ranks=ranks), found
+        return _fewest(question)
     if question.goal == "longest_context":
         return _longest(question)
     if question.goal == "cheapest_token":
-        answers = [(r, replace(question, ranks=r).search()) for r in _fewer(question)]
-        able = [(r, f) for r, f in answers if f.candidates]
+        fewer = [replace(question, ranks=ranks) for ranks in _fewer(question)]
+        answers = [(q, q.search()) for q in fewer if q.could_fit()]
+        able = [(q, found) for q, found in answers if found.candidates]
         if able:
-            ranks, found = max(able, key=lambda a: a[1].candidates[0].tokens_per_second / a[0])
-            return replace(question, ranks=ranks), found
+            return max(able, key=lambda a: a[1].candidates[0].tokens_per_second / a[0].ranks)
+    return question, question.search()
+
+
+def _fewest(question: Question) -> tuple[Question, Found]:
+    """Doubling up to what fits, then whole hosts between that and the last that does not."""
+    below = 0
+    for ranks in _fewer(question):
+        asked = replace(question, ranks=ranks)
+        found = asked.search() if asked.could_fit() else None
+        if found is None or not found.candidates:
+            below = ranks
+            continue
+        best, host = (asked, found), question.cluster.ranks_per_host
+        for between in range(-(-(below + 1) // host) * host, ranks, host):
+            smaller = replace(question, ranks=between)
+            if smaller.could_fit() and (less := smaller.search()).candidates:
+                return smaller, less
+        return best
     return question, question.search()
 
 
 def _fewer(question: Question) -> list[int]:
-    """Numbers of ranks to try, from few to many: whole hosts, doubling."""
-    host = question.cluster.ranks_per_host
-    counts = {question.ranks}
-    ranks = min(host, question.ranks)
-    while ranks < question.ranks:
-        counts.add(ranks)
-        ranks *= 2
-    return sorted(counts)
+    """Numbers of ranks to try, from few to many: doubling, whole hosts once there is one."""
+    host, ranks = question.cluster.ranks_per_host, question.ranks
+    inside = {2**n for n in range(host.bit_length()) if 2**n <= min(host, ranks)}
+    whole = {host * 2**n for n in range(ranks.bit_length()) if host * 2**n <= ranks}
+    return sorted({*inside, *whole, ranks})
 
 
 def _longest(question: Question) -> tuple[Question, Found]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from trimtab.arch.outline import Outline
 from trimtab.config.cluster import Cluster
 from trimtab.plan.job import Job
-from trimtab.plan.search import Found, Goal, Limits, search
+from trimtab.plan.search import Found, Goal, Limits, capacity, search
+from trimtab.plan.states import base_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,11 @@ class Question:
         tokens = max(self.tokens_per_step, self.job.seq_len * self.job.micro_batch * ranks)
         job = replace(self.job, global_batch=max(1, tokens // self.job.seq_len))
         return replace(self, ranks=ranks, job=job, tokens_per_step=tokens)
+
+    def could_fit(self) -> bool:
+        """False where even the base, divided by all ranks, is larger than their memory."""
+        base = sum(base_bytes(self.outline, self.job, param) for param in self.outline.params)
+        return base / self.ranks <= capacity(self.cluster)
 
     def search(self) -> Found:
         """The layouts that a search finds."""

@@ -6,6 +6,7 @@ Knows: names and units of the output. Does not know: terminals, HTML.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
 from typing import TypedDict
 
 import yaml
@@ -90,8 +91,18 @@ def job_as_dict(job: WholeJob) -> dict[str, object]:
     }
 
 
-def job_rows(job: WholeJob) -> list[tuple[str, str]]:
-    """Names and values of a whole job, in words."""
+def _end(job: WholeJob, start: datetime) -> str:
+    early, late = (start + timedelta(hours=hours) for hours in job.band_hours)
+    return f"{start + timedelta(hours=job.total_hours):%a %Y-%m-%d %H:%M} ({early:%a %H:%M} to {late:%a %H:%M})"
+
+
+def job_rows(job: WholeJob, start: datetime) -> list[tuple[str, str]]:
+    """Names and values of a whole job, in words.
+
+    Args:
+        job: the job.
+        start: when its download begins.
+    """
     rows = [("steps", f"{job.work.steps:,}"), ("tokens", format_count(job.tokens))]
     if job.work.data:
         rows.append(("data", job.work.data))
@@ -101,6 +112,7 @@ def job_rows(job: WholeJob) -> list[tuple[str, str]]:
     rows += [
         ("from download to last score",
          f"{format_seconds(job.total_hours * 3600)} ({low} to {high}, balanced to worst routing)"),
+        (f"begun {start:%a %Y-%m-%d %H:%M}, it ends", _end(job, start)),
         ("a saved state", format_bytes(job.saved_bytes)),
         ("save every", format_seconds(job.saving.interval)),
         ("lost to saving and failures", f"{job.saving.waste:.2%}"),
@@ -171,7 +183,8 @@ def parallel_section(candidate: Candidate) -> dict[str, object]:
     section: dict[str, object] = {
         "ep": degrees.ep, "dp_shard": degrees.dp_shard, "dp_replicate": degrees.dp_replicate,
         "tp": degrees.tp, "pp": degrees.pp, "cp": degrees.cp,
-        "dispatcher": candidate.layout.dispatcher, "capacity_factor": candidate.job.capacity_factor,
+        "dispatcher": candidate.layout.dispatcher if degrees.ep > 1 else "auto",
+        "capacity_factor": candidate.job.capacity_factor,
     }
     if degrees.pp > 1:
         section["stages"] = [stage.num_layers for stage in candidate.layout.stages]

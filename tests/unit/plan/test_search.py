@@ -77,6 +77,10 @@ def test_fixed_degrees_are_kept(k3: Outline) -> None:
 def test_goals(k3: Outline) -> None:
     fewest = ask(k3, "h200", 64, goal="fewest_devices")
     assert fewest.question.ranks == 16 and fewest.best is not None
+    # Not the next power of two, but the next host.
+    dies = ask(k3, "ascend-a3", 64, goal="fewest_devices", experts="per_expert")
+    assert dies.question.ranks == 48
+    assert ask(k3, "ascend-a3", 32, experts="per_expert").best is None
     longest = ask(k3, "h200", 16, goal="longest_context")
     assert longest.best is not None and longest.question.job.seq_len > 8192
     fits = ask(k3, "h200", 64, goal="fits")

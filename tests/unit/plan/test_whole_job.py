@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import datetime, timedelta
 from html.parser import HTMLParser
 
 import pytest
@@ -16,7 +17,7 @@ from trimtab.plan.job import Job, choose_adapters
 from trimtab.plan.page import plan_page
 from trimtab.plan.planner import Plan, make_plan
 from trimtab.plan.question import Question
-from trimtab.plan.report import Extras, job_as_dict
+from trimtab.plan.report import Extras, job_as_dict, job_rows
 from trimtab.plan.search import Limits
 from trimtab.plan.whole_job import WholeJob, whole_job
 from trimtab.plan.workload import Volume, Workload, workload_of
@@ -149,3 +150,11 @@ def test_the_page_of_a_job_that_does_not_fit_names_the_way_out() -> None:
     question = Question(outline, job, load_cluster("h200"), 8, "fastest", Limits(), 2**22)
     text = plan_page(make_plan(question.with_length(8192)))
     assert "16 ranks" in text and "too much" in text and "parallel:" not in text
+
+
+def test_the_end_is_told_with_its_band(k3: Plan) -> None:
+    job = job_of(k3)
+    rows = dict(job_rows(job, datetime(2026, 12, 1, 8, 0)))
+    text = rows["begun Tue 2026-12-01 08:00, it ends"]
+    end = datetime(2026, 12, 1, 8, 0) + timedelta(hours=job.total_hours)
+    assert text.startswith(f"{end:%a %Y-%m-%d %H:%M} (")
