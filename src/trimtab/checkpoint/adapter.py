@@ -1,4 +1,4 @@
-"""Adapter directories in PEFT's format: adapter_config.json and adapter_model.safetensors.
+"""Adapter directories in PEFT's format: adapter_config.json, adapter_model.safetensors and a card.
 
 Knows: PEFT's keys and file names, what of PEFT's options is supported, completeness.
 Does not know: how an adapter is injected or trained.
@@ -26,6 +26,7 @@ from trimtab.arch.maps.experts import expert_names
 from trimtab.arch.params import inventory
 from trimtab.arch.spec import ArchSpec
 from trimtab.arch.whole import trained_with
+from trimtab.checkpoint.adapter_card import CARD_NAME, CardFacts, card
 from trimtab.checkpoint.adapter_config import (
     CONFIG_NAME,
     pattern_value,
@@ -64,12 +65,14 @@ class AdapterMeta:
         base_fingerprint: `Source.fingerprint` of the base, None if not known.
         extra: further facts for the manifest, plain JSON values.
         expert_form: how adapters of routed experts are written.
+        facts: for the model card.
     """
 
     base: str
     base_fingerprint: str | None = None
     extra: Mapping[str, object] = field(default_factory=dict)
     expert_form: ExpertForm = "grouped"
+    facts: CardFacts = field(default_factory=CardFacts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,7 @@ def save_adapter(
     tensors: Mapping[str, Tensor],
     meta: AdapterMeta,
 ) -> int:
-    """Write an adapter directory that PEFT loads as it stands; returns its tensor count.
+    """Write an adapter directory that PEFT loads as it stands, with a model card; its tensor count.
 
     Args:
         dst: new directory.
@@ -130,7 +133,7 @@ def save_adapter(
     extra = {
         "axis_order": AXIS_ORDER, "dropout": max((t.dropout for t in targets), default=0.0),
         "num_tensors": len(stored), **_declared(targets, meta.expert_form),
-        "probe": probe(targets, values), **meta.extra,
+        "probe": probe(targets, values), "card": meta.facts.as_dict(), **meta.extra,
     }
     writing = write_artefact(
         dst, "adapter", source_fingerprint=meta.base_fingerprint,
@@ -139,6 +142,8 @@ def save_adapter(
     with writing as out:
         out.write(WEIGHTS_NAME, save(stored, metadata={"format": "pt"}))
         out.write(CONFIG_NAME, (json.dumps(config, indent=2) + "\n").encode())
+        text = card(arch, targets, meta.base, meta.base_fingerprint, meta.facts)
+        out.write(CARD_NAME, text.encode())
     return len(stored)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +24,7 @@ from trimtab.checkpoint.adapter import (
     save_adapter,
     writable_form,
 )
+from trimtab.checkpoint.adapter_card import CardFacts, licence_of
 from trimtab.checkpoint.codec import Progress
 from trimtab.checkpoint.companions import companion_files, config_with_dtype
 from trimtab.checkpoint.copy_plan import CopyPlan, plan_copy
@@ -33,6 +34,7 @@ from trimtab.checkpoint.manifest import (
     check_output,
     inventory_hash,
     require_free_space,
+    versions,
     write_artefact,
 )
 from trimtab.checkpoint.recompute import KindError, Recompute
@@ -168,12 +170,15 @@ def export_adapter(
     arch = load_arch(source.config(), source.where)
     adapter = load_adapter(src, arch)
     fingerprint = adapter.manifest.source_fingerprint if adapter.manifest else None
+    facts = CardFacts.read(adapter.manifest.extra.get("card") if adapter.manifest else None)
+    if facts.licence is None:
+        facts = replace(facts, licence=licence_of(source), versions=versions())
     targets, tensors = adapter.targets, adapter.tensors
     form = writable_form(targets)
     if for_engines:
         targets, tensors = engine_adapter.for_engines(targets, tensors, str(src))
         form = "per_expert"
-    meta = AdapterMeta(base, fingerprint, {"made_by": "export"}, form)
+    meta = AdapterMeta(base, fingerprint, {"made_by": "export"}, form, facts)
     return save_adapter(dst, arch, targets, tensors, meta)
 
 

@@ -21,6 +21,9 @@ def evaluate(
     adapter: Annotated[
         Path | None, typer.Option("--adapter", help="PEFT directory; default: the recipe's own")
     ] = None,
+    accept_base: Annotated[
+        str | None, typer.Option(help="fingerprint of a base the adapter was not trained on")
+    ] = None,
     base_only: Annotated[bool, typer.Option("--base-only", help="score the base alone")] = False,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a recipe value")
@@ -39,7 +42,7 @@ def evaluate(
                           hint=f"run `trimtab finetune {recipe}` first, or pass --base-only")
     from trimtab.evaluate.run import evaluate as run
 
-    report = run(loaded, chosen)
+    report = run(loaded, chosen, accept_base=accept_base)
     text = json.dumps(report.as_dict())
     if out is not None:
         from trimtab.checkpoint.manifest import write_atomic

@@ -34,6 +34,9 @@ def generate(
         bool, typer.Option("--raw", help="continue the prompt as text, without chat template")
     ] = False,
     base_dtype: Annotated[str, typer.Option("--base-dtype", help="native, bf16 or fp32")] = "bf16",
+    accept_base: Annotated[
+        str | None, typer.Option(help="fingerprint of a base the adapter was not trained on")
+    ] = None,
 ) -> None:
     """Answer a prompt greedily and stream the text to stdout."""
     from trimtab.errors import ConfigError
@@ -51,7 +54,7 @@ def generate(
     from trimtab.evaluate.answer import Speaker, user_message
 
     speaker = Speaker.load(model, adapter, base_dtype=base_dtype, max_new_tokens=max_new_tokens,
-                           raw=raw)
+                           raw=raw, accept_base=accept_base)
     if prompt is not None:
         _answer(speaker, [user_message(prompt, images or ())], compare)
     else:

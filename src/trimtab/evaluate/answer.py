@@ -45,12 +45,13 @@ class Speaker:
 
     @classmethod
     def load(
-        cls, path: str, adapter: Path | None, *, base_dtype: str, max_new_tokens: int, raw: bool
+        cls, path: str, adapter: Path | None, *, base_dtype: str, max_new_tokens: int, raw: bool,
+        accept_base: str | None = None,
     ) -> Speaker:
-        """Load a checkpoint and an adapter."""
+        """Load a checkpoint and an adapter, see `load_with_adapter`."""
         tokenizer = load_tokenizer(path)
         model = load_with_adapter(path, adapter, base_dtype=base_dtype, compute_dtype="auto",
-                                  reporter=ConsoleReporter())
+                                  reporter=ConsoleReporter(), accept_base=accept_base)
         return cls(model, tokenizer, max_new_tokens, raw, load_image_processor(path))
 
     def stream(self, messages: Sequence[Message], *, use_adapter: bool = True) -> Reply:

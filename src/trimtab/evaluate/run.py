@@ -13,8 +13,11 @@ from typing import TypeVar
 
 import torch
 
+from trimtab.arch.load import load_arch
 from trimtab.checkpoint.adapter import attach_adapter, load_adapter
+from trimtab.checkpoint.base import require_base
 from trimtab.checkpoint.load import load_model
+from trimtab.checkpoint.source import open_source
 from trimtab.config.evaluation import TaskSection
 from trimtab.config.recipe import Recipe
 from trimtab.data.image_source import message_images, thumbnail
@@ -58,7 +61,8 @@ class _Bench:
 
 
 def evaluate(
-    recipe: Recipe, adapter: Path | None, reporter: Reporter | None = None
+    recipe: Recipe, adapter: Path | None, reporter: Reporter | None = None, *,
+    accept_base: str | None = None,
 ) -> EvalReport:
     """Score the sets of `recipe.evaluate` with the base and, where given, with the adapter.
 
@@ -66,9 +70,11 @@ def evaluate(
         recipe: names model, sets and gate.
         adapter: PEFT directory, or None for the base alone.
         reporter: None for stderr.
+        accept_base: fingerprint of a base that may differ from the one the adapter names.
 
     Raises:
         ConfigError: TT103, the recipe names no held-out set.
+        AdapterError: the adapter does not fit, or TT505 if it was trained on another base.
         DataError: a set is empty or its records do not fit the metric.
     """
     tasks = held_out_sets(recipe)
@@ -78,7 +84,7 @@ def evaluate(
     say = ConsoleReporter() if reporter is None else reporter
     started = time.perf_counter()
     records = [_read(task) for _, task in tasks]
-    bench = _load(recipe, adapter, say)
+    bench = _load(recipe, adapter, say, accept_base)
     reports = []
     for (role, task), rows in zip(tasks, records, strict=True):
         score = _score_answers if task.kind == "generate" else _score_texts
@@ -109,31 +115,39 @@ def held_out_sets(recipe: Recipe) -> list[tuple[Role, TaskSection]]:
 
 def load_with_adapter(
     path: str, adapter: Path | None, *, base_dtype: str, compute_dtype: str, reporter: Reporter,
-    ops: Mapping[str, str] | None = None,
+    ops: Mapping[str, str] | None = None, accept_base: str | None = None,
 ) -> CausalLM:
     """A model with an adapter injected and filled; `models.lora.disabled` gives the base.
 
     Raises:
-        AdapterError: TT502, the adapter does not fit.
+        AdapterError: TT502, the adapter does not fit; TT505, it was trained on another base than
+            this one or the one that `accept_base` names.
     """
+    read = None
+    if adapter is not None:
+        source = open_source(path)
+        read = load_adapter(adapter, load_arch(source.config(), source.where))
+        require_base(read, source, str(adapter), accept=accept_base)
     compute = None if compute_dtype == "auto" else COMPUTE[compute_dtype]
     with reporter.progress("loading weights (%)") as update:
-        model, arch = load_model(
+        model, _ = load_model(
             path, base_dtype=base_dtype, compute_dtype=compute, ops=ops,  # type: ignore[arg-type]
             progress=lambda done, total: update(100 * done // max(1, total), 100),
         )
-    if adapter is not None:
-        attach_adapter(model, load_adapter(adapter, arch))
+    if read is not None:
+        attach_adapter(model, read)
     return model
 
 
-def _load(recipe: Recipe, adapter: Path | None, say: Reporter) -> _Bench:
+def _load(
+    recipe: Recipe, adapter: Path | None, say: Reporter, accept_base: str | None
+) -> _Bench:
     length = recipe.finetune
     tokenizer = load_tokenizer(recipe.model.path)
     processor = load_image_processor(recipe.model.path, length.data.image)
     model = load_with_adapter(
         recipe.model.path, adapter, base_dtype=length.base_dtype,
-        compute_dtype=length.compute_dtype, reporter=say, ops=recipe.ops,
+        compute_dtype=length.compute_dtype, reporter=say, ops=recipe.ops, accept_base=accept_base,
     )
     return _Bench(model, tokenizer, processor, adapter is not None, length.data.max_seq_len,
                   length.batch.micro_batch_tokens)

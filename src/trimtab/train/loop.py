@@ -15,12 +15,16 @@ from trimtab.train.adapter_check import check_adapter_file, check_merge
 from trimtab.train.batch import micro_batches
 from trimtab.train.job import Job, assemble, begin, open_data
 from trimtab.train.lock import StopRequest, locked, stop_on_sigterm
+from trimtab.train.metrics import read_metrics
 from trimtab.train.plan import RunPlan, plan_run
 from trimtab.train.report_page import write_report
 from trimtab.train.reporter import ConsoleReporter, Reporter
 from trimtab.train.run_dir import RunDirectory, RunRecord, check_owner, input_hashes
 from trimtab.train.steps import run_steps, write_adapter
+from trimtab.train.validation import LOSS_KEY
 from trimtab.verdict import Verdict
+
+_LOSSES = ("loss", *LOSS_KEY.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,15 +151,22 @@ def _result(
 
 def _finish(job: Job, record: RunRecord, say: Reporter) -> RunRecord:
     """Write the adapter, check it, and close the run's record."""
-    # An adapter from before a kill or from a shorter run is made anew from the same state.
-    write_adapter(job, job.run.adapter, record.step)
     (probe,) = micro_batches([job.data.stream.next_pack()], job.plan.batch)
-    verdicts = (
-        check_adapter_file(job.run.adapter, job.plan.arch, job.parameters),
-        *check_merge(job.model, probe),
-    )
+    merged = check_merge(job.model, probe)
+    # An adapter from before a kill or from a shorter run is made anew from the same state.
+    results = [*_losses(job.run), *((v.name, f"{v.measured:.2g}") for v in merged)]
+    write_adapter(job, record, job.run.adapter, record.step, results)
+    verdicts = (check_adapter_file(job.run.adapter, job.plan.arch, job.parameters), *merged)
     for verdict in verdicts:
         say.say(str(verdict))
     record = replace(record, status="finished", verdicts=verdicts)
     job.run.write(record)
     return record
+
+
+def _losses(run: RunDirectory) -> list[tuple[str, str]]:
+    """The last value of every loss in the metrics, nats per token."""
+    last: dict[str, object] = {}
+    for row in read_metrics(run.metrics) if run.metrics.exists() else ():
+        last |= {key: value for key, value in row.items() if key in _LOSSES}
+    return [(key, f"{value:.4g} nats per token") for key, value in last.items()]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trimtab.checkpoint.adapter import AdapterMeta, save_adapter
+from trimtab.checkpoint.adapter_card import CardFacts, licence_of
 from trimtab.checkpoint.source import open_source
 from trimtab.data.packing import Pack
 from trimtab.train.batch import MicroBatch, micro_batches
@@ -167,7 +168,8 @@ class _Steps:
         found = losses.get(LOSS_KEY["domain"])
         best = found is not None and self._progress.add(self.step, found)
         if best and self.step > 0 and self.job.recipe.validation.keep_best:
-            write_adapter(self.job, self.job.run.best, self.step)
+            results = [(key, f"{value:.4g} nats per token") for key, value in losses.items()]
+            write_adapter(self.job, self.record, self.job.run.best, self.step, results)
         return dict(losses)
 
     def _drift(self) -> dict[str, object]:
@@ -195,12 +197,28 @@ class _Steps:
         return batch is not None
 
 
-def write_adapter(job: Job, path: Path, step: int) -> None:
-    """Write the adapter as it is now, in place of one that is there."""
+def write_adapter(
+    job: Job, record: RunRecord, path: Path, step: int, results: Sequence[tuple[str, str]]
+) -> None:
+    """Write the adapter as it is now, in place of one that is there.
+
+    Args:
+        job: the run.
+        record: its inputs and versions.
+        path: directory.
+        step: steps trained.
+        results: for the model card.
+    """
     fresh = path.with_name(f"{path.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
     source = open_source(job.recipe.model.path)
-    meta = AdapterMeta(job.recipe.model.path, source.fingerprint(), {"steps": step})
+    base = job.recipe.model
+    facts = CardFacts(
+        base.revision, licence_of(source),
+        [(Path(name).name, digest) for name, digest in record.inputs.items() if name != base.path],
+        [("steps", str(step)), *results], record.versions,
+    )
+    meta = AdapterMeta(base.path, source.fingerprint(), {"steps": step}, facts=facts)
     save_adapter(fresh, job.plan.arch, job.plan.targets, job.parameters, meta)
     shutil.rmtree(path, ignore_errors=True)
     fresh.rename(path)

@@ -67,6 +67,17 @@ def test_a_run_leaves_all_its_files_and_each_step_once(whole: Path) -> None:
                             "domain_share", "router_max_over_mean"}
 
 
+def test_the_adapter_has_a_card_of_its_run(whole: Path) -> None:
+    record = json.loads((whole / "run.json").read_text())
+    card = (whole / "adapter" / "README.md").read_text()
+    hashes = {digest for path, digest in record["inputs"].items() if path.endswith(".jsonl")}
+    assert hashes and all(digest in card for digest in hashes)
+    last = list(read_metrics(whole / "metrics.jsonl"))[-1]
+    assert f"| loss | {last['loss']:.4g} nats per token |" in card and "| steps | 6 |" in card
+    assert all(verdict["name"] in card for verdict in record["verdicts"][1:])
+    assert f"torch {torch.__version__}" in card
+
+
 def test_the_resolved_recipe_is_a_recipe_of_the_same_run(whole: Path) -> None:
     again = load_recipe(whole / "resolved.yaml")
     assert finetune(again, SilentReporter()).was_finished
