@@ -15,7 +15,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from trimtab.config.document import Document, document_of, read_document
 from trimtab.config.fields import Positive, PositiveInt, Section, Word, fault, no_bool
@@ -28,6 +35,10 @@ GRADES: tuple[Grade, ...] = ("measured", "documented", "vendor_claim", "inferred
 
 Collective = Literal["all_reduce", "all_gather", "all_to_all", "send"]
 _GIB = 2**30
+
+
+Shares = tuple[tuple[int, float], ...]
+"""Shares of a peak by a rising count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +140,8 @@ class Cluster:
         failures: per host and day.
         price: per rank and hour, in `currency`; None where none is given.
         currency: of the price.
+        gemm_by_rows: measured share of the peak of dense products by their rows, empty if none.
+        grouped_by_rows: the same of grouped products, by rows per expert.
     """
 
     name: str
@@ -160,6 +173,23 @@ class Cluster:
     failures: Graded
     price: float | None = None
     currency: str = "USD"
+    gemm_by_rows: Shares = ()
+    grouped_by_rows: Shares = ()
+
+    def measured_share(self, kind: Literal["gemm", "grouped"], rows: float) -> float | None:
+        """Measured share of the peak of a product of so many rows, None where none was measured.
+
+        A straight line over log2 of the rows, flat beyond the ends.
+        """
+        table = self.gemm_by_rows if kind == "gemm" else self.grouped_by_rows
+        if not table or not rows:
+            return None
+        if rows <= table[0][0]:
+            return table[0][1]
+        for (low, at_low), (high, at_high) in pairwise(table):
+            if rows <= high:
+                return at_low + math.log2(rows / low) / math.log2(high / low) * (at_high - at_low)
+        return table[-1][1]
 
     @property
     def ranks_per_host(self) -> int:
@@ -211,6 +241,18 @@ Point = Annotated[
     BeforeValidator(_with_grade),
 ]
 Curve = tuple[Point, ...]
+
+
+def _rising(table: Shares) -> Shares:
+    rows = [row for row, _ in table]
+    if sorted(set(rows)) != rows:
+        raise fault("TT102", "", "needs pairs of rising rows and a share")
+    return table
+
+
+Table = Annotated[
+    tuple[tuple[PositiveInt, Annotated[float, Field(gt=0, le=1)]], ...], AfterValidator(_rising)
+]
 
 
 class NetworkSection(Section):
@@ -295,6 +337,10 @@ class ClusterSection(Section):
         failures_per_1000_host_days: of one host.
         price_per_rank_hour: for the cost of a job.
         currency: of the price.
+        gemm_by_rows: pairs of rows and measured share of the peak of a dense product; in place of
+            gemm_efficiency.
+        grouped_by_rows: pairs of rows per expert and measured share of the peak of a grouped
+            product; in place of grouped_efficiency.
     """
 
     name: Word
@@ -328,6 +374,8 @@ class ClusterSection(Section):
     failures_per_1000_host_days: Value = _default(6.5)
     price_per_rank_hour: Positive | None = None
     currency: Word = "USD"
+    gemm_by_rows: Table = ()
+    grouped_by_rows: Table = ()
 
     @model_validator(mode="after")
     def _nested(self) -> ClusterSection:
@@ -442,4 +490,5 @@ def _frozen(doc: ClusterSection) -> Cluster:
         download_bandwidth=graded(doc.download_gb_s, 1e9),
         failures=graded(doc.failures_per_1000_host_days, 1e-3),
         price=doc.price_per_rank_hour, currency=doc.currency,
+        gemm_by_rows=doc.gemm_by_rows, grouped_by_rows=doc.grouped_by_rows,
     )

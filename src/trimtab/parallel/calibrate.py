@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 import yaml
 
-from trimtab.config.cluster import parse_cluster
+from trimtab.config.cluster import Shares, parse_cluster
 from trimtab.config.document import document_of
 from trimtab.errors import ConfigError
 from trimtab.parallel.collectives import CollectiveSpeed, measure_collectives
@@ -74,7 +74,7 @@ def document(speed: DeviceSpeed, ranks: int, found: Sequence[CollectiveSpeed]) -
         "memory_gib": _digits(speed.memory / share / _GIB),
         "bf16_tflops": _digits(speed.flops / share / 1e12),
         "memory_gb_s": _digits(speed.memory_bandwidth / share / 1e9),
-        "gemm_efficiency": _digits(speed.gemm), "grouped_efficiency": _digits(speed.grouped),
+        "gemm_by_rows": _pairs(speed.gemm), "grouped_by_rows": _pairs(speed.grouped),
         "attention_efficiency": _digits(speed.attention),
         "memory_efficiency": _digits(speed.elementwise),
         "kernel_us": _digits(speed.kernel_seconds * 1e6),
@@ -102,6 +102,10 @@ def _network(found: Sequence[CollectiveSpeed]) -> dict[str, object]:
         curves.setdefault(row.kind, []).append([row.ranks, _digits(row.bandwidth / most)])
     return {"bandwidth_gb_s": _digits(most / 1e9),
             "latency_us": _digits(min(row.latency for row in found) * 1e6), "efficiency": curves}
+
+
+def _pairs(table: Shares) -> list[list[float]]:
+    return [[rows, _digits(share)] for rows, share in table]
 
 
 def _digits(value: float) -> float:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trimtab.config.cluster import Shares
+
 _RUNS = 5
 _LAUNCHES = 200
 _HEADS, _HEAD_DIM = 4, 128
@@ -31,8 +33,8 @@ class DeviceSpeed:
         dtype: that the products were computed in.
         memory: bytes of device memory, of the host where the device is the CPU.
         flops: per second of the best square product.
-        gemm: share of it that a product of a quarter of the rows reaches.
-        grouped: share that products over several experts with few rows each reach.
+        gemm: share of it that a product reaches, by its rows.
+        grouped: share that products over several experts reach, by rows per expert.
         attention: share that causal softmax attention reaches.
         memory_bandwidth: bytes per second of a copy, read and written.
         elementwise: share of it that a gated product of two tensors reaches.
@@ -45,8 +47,8 @@ class DeviceSpeed:
     dtype: str
     memory: int
     flops: float
-    gemm: float
-    grouped: float
+    gemm: Shares
+    grouped: Shares
     attention: float
     memory_bandwidth: float
     elementwise: float
@@ -75,13 +77,13 @@ def measure_device(size: int | None = None) -> DeviceSpeed:
     w = torch.randn(size, size, device=device, dtype=dtype)
     with torch.inference_mode():
         flops = 2 * size**3 / best_seconds(lambda: x @ w, device)
-        rows = x[: size // 4]
-        gemm = 2 * size**3 / 4 / best_seconds(lambda: rows @ w, device) / flops
         copied, gated = _bandwidths(size, device)
         launched, ran = _launches(device)
         return DeviceSpeed(
             name=_name(device), dtype=str(dtype).removeprefix("torch."), memory=_memory(device),
-            flops=flops, gemm=min(1.0, gemm), grouped=min(1.0, _grouped(x, w, device) / flops),
+            flops=flops,
+            gemm=_by_rows(size, lambda rows: _dense(x, w, rows, device) / flops),
+            grouped=_by_rows(size // _EXPERTS, lambda rows: _grouped(x, w, rows, device) / flops),
             attention=min(1.0, _attention(size, device, dtype) / flops),
             memory_bandwidth=copied, elementwise=min(1.0, gated / copied),
             kernel_seconds=ran, host_seconds=launched, host_link=_host_link(size, device),
@@ -123,10 +125,21 @@ def _memory(device: torch.device) -> int:
     return int(total)
 
 
-def _grouped(x: Tensor, w: Tensor, device: torch.device) -> float:
-    """FLOPs per second of one product per expert, a sixteenth of the rows each."""
+def _by_rows(most: int, share: Callable[[int], float]) -> Shares:
+    """Shares of the peak for 1, 4, 16, ... and `most` rows."""
+    counts = sorted({*(4**n for n in range(most.bit_length()) if 4**n < most), max(1, most)})
+    return tuple((rows, min(1.0, share(rows))) for rows in counts)
+
+
+def _dense(x: Tensor, w: Tensor, rows: int, device: torch.device) -> float:
+    """FLOPs per second of a product of the first rows."""
+    part = x[:rows]
+    return 2 * rows * w.numel() / best_seconds(lambda: part @ w, device)
+
+
+def _grouped(x: Tensor, w: Tensor, rows: int, device: torch.device) -> float:
+    """FLOPs per second of one product per expert, each of so many rows and weights of its own."""
     size = x.shape[0]
-    rows = max(1, size // _EXPERTS)
     width = max(1, size // 4)
     parts = [x[i * rows:(i + 1) * rows] for i in range(_EXPERTS)]
     experts = torch.stack([w[:, :width]] * _EXPERTS)
@@ -135,8 +148,7 @@ def _grouped(x: Tensor, w: Tensor, device: torch.device) -> float:
         for part, expert in zip(parts, experts, strict=True):
             part @ expert
 
-    work = 2 * sum(part.shape[0] for part in parts) * size * width
-    return work / best_seconds(run, device)
+    return 2 * _EXPERTS * rows * size * width / best_seconds(run, device)
 
 
 def _attention(tokens: int, device: torch.device, dtype: torch.dtype) -> float:

@@ -16,8 +16,8 @@ from trimtab.plan.placement import Degrees, Span, expert_span, span_of
 Grades = dict[str, Grade]
 
 _DEVICE = (
-    "memory", "context", "bf16_flops", "memory_bandwidth", "gemm_efficiency", "attention_efficiency",
-    "memory_efficiency", "kernel_seconds",
+    "memory", "context", "bf16_flops", "memory_bandwidth", "attention_efficiency", "memory_efficiency",
+    "kernel_seconds",
 )
 
 
@@ -31,7 +31,9 @@ def used_grades(cluster: Cluster, outline: Outline, job: Job, degrees: Degrees) 
         degrees: how it is divided.
     """
     names = [*_DEVICE]
-    if any(isinstance(layer.ffn, MoESpec) for layer in outline.layers):
+    if not cluster.gemm_by_rows:
+        names.append("gemm_efficiency")
+    if not cluster.grouped_by_rows and any(isinstance(x.ffn, MoESpec) for x in outline.layers):
         names.append("grouped_efficiency")
     if job.precision != "bf16":
         names.append(f"{job.precision}_flops")

@@ -33,7 +33,7 @@ _LIMIT_WORDS = {
     "vector": "element-wise kernels and their memory traffic", "adapters": "adapters",
     "recomputation": "recomputation of the forward pass", "expert_exchange": "all-to-all of tokens",
     "tensor_exchange": "tensor-parallel collectives", "context_exchange": "context-parallel exchange",
-    "parameter_gather": "gathering divided parameters", "pipeline_bubble": "pipeline bubbles",
+    "parameter_gather": "gathering divided parameters", "pipeline_bubble": "pipeline bubbles, which more tokens per step would fill",
     "gradient_exchange": "gradient reduction", "optimizer": "the optimizer", "head": "output head",
     "host": "the host, which launches kernels too slowly",
 }

@@ -161,9 +161,10 @@ class TimeModel:
         if op.kind in ("gemm", "grouped"):
             peak = self._product_peak()
         if op.kind == "gemm":
-            share = c.gemm_efficiency.value
+            share = c.measured_share("gemm", op.rows) or c.gemm_efficiency.value
         elif op.kind == "grouped":
-            share = c.grouped_efficiency.value * op.rows / (op.rows + _HALF_ROWS) if op.rows else 1.0
+            formula = c.grouped_efficiency.value * op.rows / (op.rows + _HALF_ROWS) if op.rows else 1.0
+            share = c.measured_share("grouped", op.rows) or formula
         elif op.kind == "attention":
             share = c.attention_efficiency.value
         else:

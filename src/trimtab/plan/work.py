@@ -39,7 +39,7 @@ class Op:
         adapter_flops: of the LoRA pair, forward.
         backward: FLOPs of the backward pass without weight gradients, over forward.
         again: selective recomputation that runs it twice, "" for none.
-        rows: per expert of a grouped product, 0 elsewhere.
+        rows: of a matrix product, per expert of a grouped one; 0 elsewhere.
         decoded: bytes of packed weights written out in bf16 before they are used.
         kernels: launched.
     """
@@ -93,7 +93,7 @@ class Work:
         trained = self.job.method == "full"
         return (
             Op("output head", "gemm", 2 * tokens * vocab * d, _X * (vocab * d + tokens * (vocab + d)),
-               trained),
+               trained, rows=tokens),
             Op("loss", "vector", 0, 12 * tokens * vocab, backward=1.0, kernels=4),
         )
 
@@ -105,7 +105,7 @@ class Work:
         adapted = self.job.adapted(leaf)
         pair = 2 * tokens * self._rank * (rows + columns) if adapted else 0.0
         return Op(name, "gemm", flops, size, adapted and self.job.method == "full", pair,
-                  again=again, kernels=1 + 3 * (pair > 0))
+                  again=again, rows=tokens, kernels=1 + 3 * (pair > 0))
 
     def _mixer(self, mixer: object, degrees: Degrees, tokens: float) -> Iterator[Op]:
         if isinstance(mixer, GQASpec):

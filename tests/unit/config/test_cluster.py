@@ -72,6 +72,13 @@ def test_points_of_a_curve_have_grades_and_beyond_its_end_all_is_inferred(tmp_pa
     assert bare.networks[0].reach_grade("send", 2) == "inferred"
 
 
+def test_measured_products_are_a_line_over_the_logarithm_of_their_rows(tmp_path: Path) -> None:
+    cluster = load_cluster(written(tmp_path, SMALL + "gemm_by_rows: [[16, 0.2], [256, 0.6]]\n"))
+    shares = [cluster.measured_share("gemm", n) for n in (1, 16, 64, 256, 9999)]
+    assert shares == pytest.approx([0.2, 0.2, 0.4, 0.6, 0.6])
+    assert cluster.measured_share("grouped", 64) is None and cluster.measured_share("gemm", 0) is None
+
+
 @pytest.mark.parametrize(
     ("change", "place", "rule"),
     [
@@ -79,6 +86,7 @@ def test_points_of_a_curve_have_grades_and_beyond_its_end_all_is_inferred(tmp_pa
         (("memory_gib: 80", "memory_gib: much"), ":7: memory_gib.value", "number"),
         (("grade: vendor_claim", "grade: rumour"), "bf16_tflops.grade", "measured"),
         (("[2, 0.5], [8, 0.9]", "[8, 0.5], [2, 0.9]"), "efficiency.all", "rising"),
+        (("memory_gib: 80", "memory_gib: 80\ngemm_by_rows: [[8, 0.1], [4, 0.2]]"), "gemm_by_rows", "rising"),
         (("packages_per_host: 4", ""), "packages_per_host", "is required"),
         (("latency_us: 5,", "latency_us: 5, ranks: 3,"), "networks.host.ranks", "4 ranks"),
     ],

@@ -17,7 +17,8 @@ from trimtab.parallel.collectives import CollectiveSpeed, measure_collectives
 from trimtab.parallel.measure import DeviceSpeed, best_seconds, measure_device
 
 SPEED = DeviceSpeed(
-    name="d", dtype="bfloat16", memory=64 * 2**30, flops=4e14, gemm=0.9, grouped=0.5, attention=0.4,
+    name="d", dtype="bfloat16", memory=64 * 2**30, flops=4e14, gemm=((1, 0.1), (4096, 0.9)), grouped=((16, 0.5),),
+    attention=0.4,
     memory_bandwidth=2e12, elementwise=0.8, kernel_seconds=4e-6, host_seconds=3e-6, host_link=5e10,
 )  # fmt: skip
 
@@ -29,8 +30,10 @@ def cluster(values: dict[str, object]) -> Cluster:
 def test_a_device_is_measured_within_what_is_possible() -> None:
     speed = measure_device(128)
     assert speed.flops > 1e8 and speed.memory_bandwidth > 1e8 and speed.kernel_seconds > 0
-    for share in (speed.gemm, speed.grouped, speed.attention, speed.elementwise):
+    for share in (speed.attention, speed.elementwise, *(s for _, s in speed.gemm + speed.grouped)):
         assert 0 < share <= 1
+    assert [rows for rows, _ in speed.gemm] == [1, 4, 16, 64, 128]
+    assert [rows for rows, _ in speed.grouped] == [1, 4, 8]
 
 
 def test_the_best_of_several_runs_counts_and_the_first_does_not() -> None:
@@ -46,6 +49,7 @@ def test_measured_values_keep_their_units_and_grade() -> None:
     assert found.memory.value == 64 * 2**30 and found.bf16_flops.value == 4e14
     assert found.memory_bandwidth.value == 2e12 and found.host_link.value == 5e10
     assert found.kernel_seconds.value == pytest.approx(4e-6)
+    assert found.measured_share("gemm", 4096) == 0.9 and found.measured_share("grouped", 1) == 0.5
     assert found.bf16_flops.grade == "measured" and found.failures.grade == "inferred"
     (host,) = found.networks
     assert host.bandwidth.value == 2e11 and host.latency.value == pytest.approx(2e-5)

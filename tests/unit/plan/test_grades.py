@@ -69,3 +69,9 @@ def test_a_document_of_measurements_gives_a_measured_plan(k3: Outline, tmp_path:
                                "  host: {bandwidth_gb_s: 100, latency_us: 5, efficiency: {all: [[8, 0.7]]}}"]))
     found = used_grades(load_cluster(str(path)), k3, Job(), Degrees(dp_shard=8, ep=8))
     assert worst_of(found)[0] == "measured" and len(found) > 12
+
+
+def test_measured_products_replace_an_efficiency(k3: Outline) -> None:
+    cluster = replace(load_cluster("h200"), gemm_by_rows=((1, 0.1), (4096, 0.7)))
+    found = used_grades(cluster, k3, Job(), Degrees())
+    assert "gemm_efficiency" not in found and "grouped_efficiency" in found

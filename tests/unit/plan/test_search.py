@@ -16,7 +16,7 @@ from trimtab.errors import ConfigError
 from trimtab.plan.job import Job, choose_adapters
 from trimtab.plan.planner import Plan, make_plan
 from trimtab.plan.question import Question
-from trimtab.plan.report import parallel_section, plan_as_dict
+from trimtab.plan.report import coverage, parallel_section, plan_as_dict
 from trimtab.plan.search import Goal, Limits, all_degrees, capacity
 
 
@@ -126,3 +126,17 @@ def test_a_dispatcher_can_be_fixed(k3: Outline) -> None:
     plan = ask(k3, "h200", 32, limits=Limits(dispatcher="all_gather"))
     assert plan.best is not None and plan.best.layout.dispatcher == "all_gather"
     assert replace(plan.best.layout, dispatcher="flat") != plan.best.layout
+
+
+def test_measured_products_are_used_and_counted_as_measured(k3: Outline) -> None:
+    plan = ask(k3, "h200", 16)
+    share = plan.question.cluster.gemm_efficiency.value
+    same, half = (
+        make_plan(replace(plan.question, cluster=replace(
+            plan.question.cluster, gemm_by_rows=((1, s), (8192, s)), grouped_by_rows=((1, 0.2),))))
+        for s in (share, share / 2)
+    )
+    assert coverage(plan)["time_from_measured"] == 0  # type: ignore[index]
+    assert 0.2 < coverage(same)["time_from_measured"] < 1  # type: ignore[index]
+    assert same.best is not None and half.best is not None
+    assert half.best.step.seconds > same.best.step.seconds
