@@ -26,6 +26,7 @@ from trimtab.parallel.measure import best_seconds, this_device
 
 Kind = Literal["all_reduce", "all_gather", "all_to_all"]
 KINDS: tuple[Kind, ...] = ("all_reduce", "all_gather", "all_to_all")
+_RUNS = 10
 _TIMEOUT = timedelta(minutes=2)
 
 
@@ -141,4 +142,5 @@ def _seconds(
     else:
         run = partial(dist.all_to_all_single, other, whole, group=group)
     dist.barrier(group=group)
-    return best_seconds(run, device)
+    # Every rank must take part in every run.
+    return best_seconds(run, device, _RUNS)

@@ -7,6 +7,7 @@ Every figure is the best of several runs, since a plan asks what the machine can
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -18,10 +19,12 @@ from torch.nn import functional
 
 from trimtab.config.cluster import Shares
 
-_RUNS = 5
+_RUNS, _MOST_RUNS, _SECONDS = 5, 200, 0.5
 _LAUNCHES = 200
 _HEADS, _HEAD_DIM = 4, 128
 _EXPERTS = 16
+# More than any cache holds.
+_CACHE = 2**28
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class DeviceSpeed:
         name: of the device.
         dtype: that the products were computed in.
         memory: bytes of device memory, of the host where the device is the CPU.
-        flops: per second of the best square product.
+        flops: per second of the best product.
         gemm: share of it that a product reaches, by its rows.
         grouped: share that products over several experts reach, by rows per expert.
         attention: share that causal softmax attention reaches.
@@ -76,34 +79,41 @@ def measure_device(size: int | None = None) -> DeviceSpeed:
     x = torch.randn(size, size, device=device, dtype=dtype)
     w = torch.randn(size, size, device=device, dtype=dtype)
     with torch.inference_mode():
-        flops = 2 * size**3 / best_seconds(lambda: x @ w, device)
+        dense = _by_rows(size, lambda rows: _dense(x, w, rows, device))
+        grouped = _by_rows(size // _EXPERTS, lambda rows: _grouped(x, w, rows, device))
+        flops = max(rate for _, rate in dense)
         copied, gated = _bandwidths(size, device)
         launched, ran = _launches(device)
         return DeviceSpeed(
             name=_name(device), dtype=str(dtype).removeprefix("torch."), memory=_memory(device),
-            flops=flops,
-            gemm=_by_rows(size, lambda rows: _dense(x, w, rows, device) / flops),
-            grouped=_by_rows(size // _EXPERTS, lambda rows: _grouped(x, w, rows, device) / flops),
+            flops=flops, gemm=_shares(dense, flops), grouped=_shares(grouped, flops),
             attention=min(1.0, _attention(size, device, dtype) / flops),
             memory_bandwidth=copied, elementwise=min(1.0, gated / copied),
             kernel_seconds=ran, host_seconds=launched, host_link=_host_link(size, device),
         )
 
 
-def best_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Fewest seconds of several runs, after one that is not counted.
+def best_seconds(
+    run: Callable[[], object], device: torch.device, runs: int | None = None
+) -> float:
+    """Fewest seconds of several runs, after one that is not counted; short ones run more often.
 
     Args:
         run: what is timed.
         device: that is waited for.
+        runs: how many, where several processes must agree on it.
     """
-    times = []
-    for _ in range(_RUNS + 1):
+    best, done, total = float("inf"), 0, 0.0
+    least, most = (runs, runs) if runs else (_RUNS, _MOST_RUNS)
+    run()
+    wait(device)
+    while done < least or (total < _SECONDS and done < most):
         started = time.perf_counter()
         run()
         wait(device)
-        times.append(time.perf_counter() - started)
-    return min(times[1:])
+        taken = time.perf_counter() - started
+        best, done, total = min(best, taken), done + 1, total + taken
+    return best
 
 
 def wait(device: torch.device) -> None:
@@ -125,16 +135,22 @@ def _memory(device: torch.device) -> int:
     return int(total)
 
 
-def _by_rows(most: int, share: Callable[[int], float]) -> Shares:
-    """Shares of the peak for 1, 4, 16, ... and `most` rows."""
+def _by_rows(most: int, rate: Callable[[int], float]) -> list[tuple[int, float]]:
+    """FLOPs per second for 1, 4, 16, ... and `most` rows."""
     counts = sorted({*(4**n for n in range(most.bit_length()) if 4**n < most), max(1, most)})
-    return tuple((rows, min(1.0, share(rows))) for rows in counts)
+    return [(rows, rate(rows)) for rows in counts]
+
+
+def _shares(rates: list[tuple[int, float]], peak: float) -> Shares:
+    return tuple((rows, min(1.0, rate / peak)) for rows, rate in rates)
 
 
 def _dense(x: Tensor, w: Tensor, rows: int, device: torch.device) -> float:
-    """FLOPs per second of a product of the first rows."""
+    """FLOPs per second of a product of the first rows, with weights that no cache holds."""
     part = x[:rows]
-    return 2 * rows * w.numel() / best_seconds(lambda: part @ w, device)
+    copies = min(_RUNS + 1, max(1, _CACHE // (w.numel() * w.element_size())))
+    weights = itertools.cycle([w, *(w.clone() for _ in range(copies - 1))])
+    return 2 * rows * w.numel() / best_seconds(lambda: part @ next(weights), device)
 
 
 def _grouped(x: Tensor, w: Tensor, rows: int, device: torch.device) -> float:

@@ -38,8 +38,14 @@ def test_a_device_is_measured_within_what_is_possible() -> None:
 
 def test_the_best_of_several_runs_counts_and_the_first_does_not() -> None:
     waits = iter([0.2, 0.05, 0.02, 0.05, 0.05, 0.05])
-    best = best_seconds(lambda: time.sleep(next(waits)), torch.device("cpu"))
-    assert 0.02 <= best < 0.05
+    best = best_seconds(lambda: time.sleep(next(waits)), torch.device("cpu"), 5)
+    assert 0.02 <= best < 0.05 and next(waits, None) is None
+
+
+def test_what_is_short_runs_more_often() -> None:
+    runs: list[int] = []
+    best_seconds(lambda: runs.append(1), torch.device("cpu"))
+    assert 6 < len(runs) <= 201
 
 
 def test_measured_values_keep_their_units_and_grade() -> None:
