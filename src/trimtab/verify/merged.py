@@ -1,6 +1,6 @@
 """Merge check: a merged checkpoint must compute what base plus adapter computes.
 
-Knows: the limits and why, and that a merge which fails them is closed to readers. Does not know:
+Knows: which limits of the tolerance table hold, and that a merge which fails them is closed to readers. Does not know:
 how merging is done.
 """
 
@@ -35,22 +35,15 @@ from trimtab.verify.logits import (
     token_errors,
     with_probe_image,
 )
+from trimtab.verify.tolerances import limit as tolerance
 
 _Probe = tuple[list[int], ImageBatch | None]
 
-# Rounding a merged matrix once to bf16 moves each weight by up to 2^-9 of itself, which reaches
-# 1e-2 in the logits of random models of 8 layers; float32 keeps the sum. Routing and key selection
-# of base + adapter are forced on the merged model: a token that flips between two near-equal
-# experts would otherwise decide.
-LIMITS: dict[torch.dtype, float] = {torch.bfloat16: 3e-2, torch.float32: 1e-4}
-
-
+_LIMITS = {torch.bfloat16: "merge.logits.bfloat16", torch.float32: "merge.logits.float32"}
+_REQUANTISED = {form: f"merge.logits.{form}" for form in ("FP8", "INT4", "MXFP4")}
 # What of an adapter's change quantising the sum again may lose. Where all of it is below half a step
 # of the stored form the share is 1: the merged matrix is the base.
 MAX_LOST = 0.5
-# Logits of a model whose changed matrices were quantised again move by about the relative error of
-# the form, 3e-2 for FP8 and 1e-1 for 4 bits, whatever the adapter.
-REQUANTISED_LIMITS = {"FP8": 1e-1, "INT4": 3e-1, "MXFP4": 3e-1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +110,13 @@ def merge_checked(
     verdicts = [
         Verdict.at_most("adapter's change lost in quantising again", error.share_of_change,
                         checks.max_lost, f"{error.kind} ({error.form})")
-        for error in copied.errors if error.form in REQUANTISED_LIMITS
+        for error in copied.errors if error.form in _REQUANTISED
     ]
     if checks.logits and all(verdict.passed for verdict in verdicts):
         limit = checks.max_logits_error
         if limit is None and verdicts:
             forms = {error.form for error in copied.errors}
-            limit = max(REQUANTISED_LIMITS.get(form, 0.0) for form in forms)
+            limit = max(tolerance(_REQUANTISED[form]) for form in forms & _REQUANTISED.keys())
         verdicts += check_merge(base, read, out, checks.sequences, limit)
     if not all(verdict.passed for verdict in verdicts):
         mark_unfinished(Path(out))
@@ -191,7 +184,7 @@ def check_merge(
     found = _logits(model, probes, [_forced(tape) for tape in tapes])
     limit = max_error
     if limit is None:
-        limit = LIMITS.get(model.embed.weight.dtype, LIMITS[torch.float32])
+        limit = tolerance(_LIMITS.get(model.embed.weight.dtype, _LIMITS[torch.float32]))
     error = float(token_errors(found, adapted).median())
     effect = float(token_errors(plain, adapted).median())
     verdicts = [Verdict.at_most("merged logits against base + adapter", error, limit)]

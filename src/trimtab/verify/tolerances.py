@@ -65,6 +65,13 @@ TOLERANCES: dict[str, Tolerance] = {
     "curve.adapter.float32": Tolerance(1e-4, 3e-6),
     # Merged weights against base plus adapter, in the storage dtype of the base.
     "merge.float32": Tolerance(1e-5, 2e-6),
+    # Median token logits of a merged checkpoint against base + adapter, with the choices of the
+    # latter forced, by the dtype or the packed form that changed matrices were written in.
+    "merge.logits.float32": Tolerance(1e-4, 5e-6),
+    "merge.logits.bfloat16": Tolerance(5e-2, 3e-2),
+    "merge.logits.FP8": Tolerance(3e-1, 2.5e-1),
+    "merge.logits.INT4": Tolerance(3e-1, 1.3e-1),
+    "merge.logits.MXFP4": Tolerance(3e-1, 2.5e-1),
 }
 
 
