@@ -34,6 +34,7 @@ from trimtab.checkpoint.load import load_model
 from trimtab.models.context import ForwardContext
 from trimtab.models.lora import inject, lora_parameters
 from trimtab.models.tape import ChoiceTape
+from trimtab.train.allocator import give_blocks_back
 from trimtab.train.step import clip_gradients
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -80,6 +81,7 @@ def tokens(sequences: int, length: int) -> torch.Tensor:
 
 def trimtab_step(folder: str, model_name: str, sequences: int, length: int, recompute: bool) -> Step:
     """One step of ours; returns mean token loss and gradient norm."""
+    give_blocks_back()  # as a run does
     model, arch = load_model(
         checkpoint(model_name, folder), base_dtype="fp32", compute_dtype=torch.float32, vision=False
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from trimtab.config.recipe import Recipe
 from trimtab.train.adapter_check import check_adapter_file, check_merge
+from trimtab.train.allocator import give_blocks_back
 from trimtab.train.batch import micro_batches
 from trimtab.train.job import Job, assemble, begin, open_data
 from trimtab.train.lock import StopRequest, locked, stop_on_sigterm
@@ -89,6 +90,7 @@ def finetune(recipe: Recipe, reporter: Reporter | None = None) -> RunResult:
     """
     say = ConsoleReporter() if reporter is None else reporter
     run = RunDirectory(Path(recipe.output))
+    give_blocks_back()
     with locked(run.root) as alone, stop_on_sigterm() as stop:
         if not alone:
             say.say(f"warning: {run.root} cannot be locked; see that no other process uses it")

@@ -1,0 +1,84 @@
+"""Predicted memory of our own runs: what layers keep is what autograd saves, tensor by tensor."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from trimtab.arch.adapter import resolve_targets
+from trimtab.arch.load import load_arch
+from trimtab.arch.presets import preset_config
+from trimtab.models.build import build_model
+from trimtab.models.context import ForwardContext
+from trimtab.models.lora import inject
+from trimtab.plan.own_run import RunShape, kept_by_layer, predict_run
+
+TOKENS = 256
+
+
+def saved_by_layer(preset: str, words: tuple[str, ...], rank: int) -> dict[int, int]:
+    """Bytes of distinct tensors that autograd saves in each layer's forward pass."""
+    arch = load_arch(preset_config(preset), preset)
+    model = build_model(arch, base_dtype="fp32", vision=False).to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.05)
+    targets = resolve_targets(arch, target_modules=words, rank=rank, alpha=32, dropout=0.0)
+    inject(model, targets, seed=1)
+    stack: list[str] = []
+    names = {module: name for name, module in model.named_modules()}
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda m, _: stack.append(names[m]))
+        module.register_forward_hook(lambda m, _, __: stack.pop() and None)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    alive: dict[int, torch.Tensor] = {}
+    found: dict[int, int] = {}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        layer = re.match(r"layers\.(\d+)", stack[-1] if stack else "")
+        if layer and place not in weights and place not in alive:
+            alive[place] = tensor
+            size = tensor.untyped_storage().nbytes()
+            found[int(layer[1])] = found.get(int(layer[1]), 0) + size
+        return tensor
+
+    ids = torch.randint(0, 256, (TOKENS,), generator=torch.Generator().manual_seed(1))
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        model(ids, ForwardContext.packed([TOKENS]))
+    return found
+
+
+@pytest.mark.parametrize("preset", ["kimi-linear-tiny", "k3-tiny", "glm5-next-tiny"])
+@pytest.mark.parametrize(("words", "rank"), [(("attention",), 8), (("o_proj", "shared_experts"), 32)])
+def test_a_layer_keeps_what_autograd_saves(preset: str, words: tuple[str, ...], rank: int) -> None:
+    saved = saved_by_layer(preset, words, rank)
+    arch = load_arch(preset_config(preset), preset)
+    targets = resolve_targets(arch, target_modules=words, rank=rank, alpha=32, dropout=0.0)
+    said = kept_by_layer(arch, targets, RunShape(TOKENS, TOKENS, recompute=False))
+    for layer in range(2, arch.num_layers):
+        if getattr(arch.layers[layer].mixer, "indexer", None) is not None:
+            continue  # gathered latents there keep less than what is said
+        assert said[layer] == pytest.approx(saved[layer], rel=0.03), layer
+
+
+def peak(preset: str, **values: object) -> float:
+    arch = load_arch(preset_config(preset), preset)
+    rank = values.pop("rank", 8)
+    experts = values.pop("experts", "none")
+    targets = resolve_targets(arch, target_modules=("attention",), rank=rank, alpha=16,  # type: ignore[arg-type]
+                              dropout=0.0, experts=experts)  # type: ignore[arg-type]
+    shape = RunShape(**({"tokens": 8192, "sequence": 4096, "recompute": False} | values))  # type: ignore[arg-type]
+    memory = predict_run(arch, targets, shape)
+    assert memory.peak == pytest.approx(sum(memory.lines.values()))
+    return memory.peak
+
+
+def test_what_a_choice_does_to_the_peak() -> None:
+    base = peak("kimi-linear-tiny")
+    assert peak("kimi-linear-tiny", recompute=True) < 0.5 * base
+    assert peak("kimi-linear-tiny", tokens=16384) == pytest.approx(2 * base, rel=0.05)
+    assert peak("kimi-linear-tiny", rank=64) > base
+    assert peak("kimi-linear-tiny", experts="per_expert") > base
