@@ -3,7 +3,7 @@
     python -m benchmarks.plan_memory --out benchmarks/results/plan_memory_cpu_202612.jsonl
 
 Each case is two optimizer steps of `trimtab.train.step` in a fresh process, its peak resident
-size less what was resident when the first began. The prediction, `trimtab.plan.own_run.predict_run`,
+size less what was resident when the first began. The prediction, `trimtab.train.predicted.predict_memory`,
 reads the architecture and the adapters' sizes only. Runs of 1 GiB and more have to agree within 10%.
 """
 
@@ -30,9 +30,10 @@ from trimtab.checkpoint.load import load_model
 from trimtab.config.recipe import BaseDtype
 from trimtab.data.packing import IGNORED, Pack
 from trimtab.models.lora import inject, lora_parameters
-from trimtab.plan.own_run import RunMemory, RunShape, predict_run
+from trimtab.plan.own_run import RunMemory
 from trimtab.train.allocator import give_blocks_back
 from trimtab.train.plan import BatchPlan
+from trimtab.train.predicted import predict_memory
 from trimtab.train.step import StepOptions, train_step
 
 LIMIT = 0.10
@@ -76,7 +77,7 @@ CASES = (
     Case("glm5-next-tiny", 2, 8192, 8, recompute=False),
     Case("k3.1-tiny", 1, 16384, 16, recompute=False),
     Case("k3-tiny", 2, 32768, 8, recompute=True),
-    Case("deepseek-v3.2-tiny", 8, 4096, 32, recompute=False),
+    Case("deepseek-v3.2-tiny", 8, 8192, 32, recompute=False),
     Case("kimi-linear-tiny", 8, 4096, 16, recompute=False),
 )
 
@@ -90,7 +91,13 @@ def adapted(case: Case) -> tuple[ArchSpec, tuple[LoRATarget, ...]]:
 
 def predicted(case: Case) -> RunMemory:
     """What the planner says of a run."""
-    return predict_run(*adapted(case), RunShape(case.packs * case.length, case.length, case.recompute))
+    return predict_memory(*adapted(case), batch(case), recompute=case.recompute)
+
+
+def batch(case: Case) -> BatchPlan:
+    """One micro-batch a step."""
+    tokens = case.packs * case.length
+    return BatchPlan(tokens, tokens, case.length)
 
 
 def rows(case: Case) -> list[Pack]:
@@ -114,8 +121,7 @@ def two_steps(folder: str, case: Case) -> Callable[[], object]:
     inject(model, adapted(case)[1], seed=1)
     parameters = list(lora_parameters(model).values())
     optimizer = torch.optim.AdamW(parameters, lr=1e-4)
-    tokens = case.packs * case.length
-    options = StepOptions(BatchPlan(tokens, tokens, case.length), 0, 1.0, "error", case.recompute)
+    options = StepOptions(batch(case), 0, 1.0, "error", case.recompute)
     packs = rows(case)
     return lambda: [
         train_step(model, packs, parameters, optimizer, step=step, options=options) for step in range(2)

@@ -20,12 +20,10 @@ from pathlib import Path
 from benchmarks.planner_rows import (
     Case,
     cases,
-    degree,
-    number,
     precision_for,
-    read_rows,
     test_groups_hash,
 )
+from benchmarks.planner_table import degree, faults, number, read_rows, unknown_columns
 from trimtab.plan.search import MEMORY_SHARE
 
 FROZEN = Path(__file__).with_name("planner_test_groups.txt")
@@ -40,6 +38,9 @@ def main() -> int:
     parser.add_argument("--skipped", action="store_true", help="why rows were left out")
     arguments = parser.parse_args()
     rows = read_rows(arguments.file)
+    wrong = [f"row {row['id'] or '?'}, {fault}" for row in rows for fault in faults(row)]
+    for line in (*wrong, *(f"column {name} is not used" for name in unknown_columns(rows))):
+        print(line)
     skipped: dict[str, str] = {}
     found = list(cases(rows, skipped))
     print(f"{len(rows)} rows, {len(found)} predicted, {len(skipped)} left out: "
@@ -54,7 +55,7 @@ def main() -> int:
     if arguments.skipped:
         for row, why in skipped.items():
             print(row, why)
-    return 0
+    return 1 if wrong else 0
 
 
 def split_line(rows: list[dict[str, str]]) -> str:
@@ -88,9 +89,12 @@ def program_of(row: Mapping[str, str]) -> str:
 
 
 def factors(found: Iterable[Case]) -> dict[tuple[str, str, str], float]:
-    """Measured over predicted, per hardware, program and precision, from at most two groups."""
+    """Measured over predicted, per hardware, program and precision, from at most two rows.
+
+    The newest rows come first, each of another group: a factor is for the stack of today.
+    """
     logs: dict[tuple[str, str, str], dict[str, float]] = defaultdict(dict)
-    for case in found:
+    for case in sorted(found, key=lambda c: c.row["framework"], reverse=True):
         error = time_error(case)
         key = factor_key(case.row)
         if case.is_test or error is None or len(logs[key]) >= _PER_FACTOR:

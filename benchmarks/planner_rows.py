@@ -6,7 +6,6 @@ recomputation and dispatchers. A row that cannot be expressed is skipped with th
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 import re
@@ -14,10 +13,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.planner_table import degree, faults, number
 from trimtab.arch.load import load_outline
 from trimtab.arch.outline import Outline
 from trimtab.arch.presets import preset_config
 from trimtab.config.cluster import Cluster, Graded, load_cluster
+from trimtab.errors import TrimtabError
 from trimtab.plan.job import (
     FSDP,
     MEGATRON,
@@ -91,12 +92,6 @@ class Case:
     capacity: float
 
 
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """Rows of a table; lines that begin with # are its legend."""
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(line for line in file if not line.startswith("#")))
-
-
 def is_test(row: Mapping[str, str]) -> bool:
     """Whether a row is held out.
 
@@ -130,20 +125,6 @@ def block_of(row: Mapping[str, str]) -> str:
     if re.match(r"Megatron-Bridge 2\d\.\d\d", framework):
         return "Bridge tables"
     return "Bridge studies" if framework == "Megatron-Bridge" else "other"
-
-
-def number(row: Mapping[str, str], key: str) -> float | None:
-    """A number, None where the cell is empty or text."""
-    try:
-        return float(row[key])
-    except ValueError:
-        return None
-
-
-def degree(row: Mapping[str, str], key: str) -> int:
-    """A parallel degree, 1 where the cell is empty."""
-    found = number(row, key)
-    return 1 if found is None else int(found)
 
 
 def outline_for(row: Mapping[str, str], models: Mapping[str, object]) -> Outline:
@@ -227,10 +208,10 @@ def degrees_for(row: Mapping[str, str]) -> Degrees:
 
 
 def recompute_for(row: Mapping[str, str]) -> Recompute:
-    """The policy that a row names; that of torchtitan keeps attention and every other product."""
+    """The policy that a row names."""
     text = row["recompute"]
     if "torchtitan" in row["framework"] and text.startswith("selective"):
-        return Recompute("none", frozenset({"layernorm", "mlp_act", "core_attn"}))
+        return Recompute("none", frozenset({"other_products"}))
     if match := re.match(r"full block (\d+)", text):
         return Recompute(int(match.group(1)))
     if text.startswith("full"):
@@ -302,8 +283,20 @@ def job_for(row: Mapping[str, str], outline: Outline, degrees: Degrees) -> Job:
         job = replace(job, stack=replace(job.stack, grad_bytes=2))
     if "fused linear CE" in row["shard"]:
         job = replace(job, stack=replace(job.stack, logit_bytes=0))
-    if share := re.search(r"offload (\d+)%", row["optimizer"]):
-        job = replace(job, offload_optimizer=int(share.group(1)) / 100)
+    return _optimizer(job, row["optimizer"].lower())
+
+
+def _optimizer(job: Job, text: str) -> Job:
+    """The optimizer's precisions and its share in host memory, from the words of a row."""
+    if "bf16 moments" in text:
+        job = replace(job, stack=replace(job.stack, moment_bytes=4))
+    if "precision-aware" in text and job.stack.master_bytes:
+        # Of a master copy, what the bf16 parameter lacks.
+        job = replace(job, stack=replace(job.stack, master_bytes=2))
+    if share := re.search(r"offload (\d+)%|(\d+)% cpu offload", text):
+        job = replace(job, offload_optimizer=int(share.group(1) or share.group(2)) / 100)
+    elif "cpu offload" in text and "long ctx" not in text:
+        job = replace(job, offload_optimizer=1.0)
     return job
 
 
@@ -345,9 +338,13 @@ def cases(rows: list[dict[str, str]], skipped: dict[str, str]) -> Iterator[Case]
     models: dict[str, object] = json.loads(MODELS.read_text(encoding="utf-8"))
     for row in rows:
         try:
+            if next(faults(row), None) is not None:
+                raise Skip("a cell cannot be read")
             yield predict(row, models)
         except Skip as reason:
             skipped[row["id"]] = str(reason)
+        except TrimtabError as error:
+            skipped[row["id"]] = f"refused: {error.where}: {error.rule}"
 
 
 def predict(row: Mapping[str, str], models: Mapping[str, object]) -> Case:
@@ -358,6 +355,10 @@ def predict(row: Mapping[str, str], models: Mapping[str, object]) -> Case:
     """
     if row["task"].startswith(("inference", "microbench", "checkpoint")):
         raise Skip("no training step of a whole model")
+    if row["task"].endswith(("-dpo", "-kto", "-rm")):
+        raise Skip("preference optimisation is not planned")
+    if "variable length" in row["notes"]:
+        raise Skip("no fixed number of tokens in a micro-batch")
     outline, cluster = outline_for(row, models), cluster_for(row)
     degrees = degrees_for(row)
     if outline.num_layers < degrees.pp:

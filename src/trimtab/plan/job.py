@@ -30,7 +30,8 @@ class Recompute:
     Args:
         layers: whole layers: all of them, none, or the first so many of each stage.
         selective: parts of the others: `core_attn`, `layernorm`, `moe_act`, `mla_up_proj`, `mlp`,
-            `mlp_act`, `moe`.
+            `mlp_act`, `moe`. `other_products` keeps attention and every other matrix product of a
+            dense layer, the policy known as selective by operator.
     """
 
     layers: Literal["all", "none"] | int = "all"

@@ -64,7 +64,8 @@ def ffn_moment(
 
 
 def mixer_moment(
-    mixer: KDASpec | MLASpec, hidden: int, tokens: int, sequence: int, width: int
+    mixer: KDASpec | MLASpec, hidden: int, tokens: int, sequence: int, width: int, *,
+    gathers: bool = False,
 ) -> Moment:
     """Attention: gradients of query, key and value, and its buffers.
 
@@ -74,6 +75,7 @@ def mixer_moment(
         tokens: T.
         sequence: longest record.
         width: bytes of an activation.
+        gathers: selected latents are fetched, no keys per head are made.
     """
     d = width * hidden * tokens
     if isinstance(mixer, KDASpec):
@@ -82,7 +84,11 @@ def mixer_moment(
         # input of the output projection are gone.
         return Moment(d + p * (3.0 * width + 2 * _WIDE) - p * 2.0 * width)
     heads = mixer.num_heads * tokens
+    row = mixer.kv_lora_rank + mixer.qk_rope_head_dim
     gradients = width * heads * (mixer.qk_head_dim + mixer.qk_nope_head_dim + mixer.v_head_dim)
+    if gathers:
+        # Rows of latent and shared key, and their gradient, in place of keys and values.
+        gradients = width * heads * mixer.qk_head_dim + 2 * _WIDE * row * tokens
     incoming = 2.0 * width * heads * mixer.v_head_dim
     rows = min(_QUERY_BLOCK, tokens)
     scores = 2.0 * _WIDE * max(rows * sequence, min(_SCORE_TILE, mixer.num_heads * rows * sequence))

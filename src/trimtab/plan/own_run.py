@@ -44,6 +44,7 @@ class RunShape:
         recompute: layers are computed again in the backward pass.
         width: bytes of an activation, 4 on a CPU.
         supervised: share of the tokens that enter the loss.
+        gathers: layers whose sparse attention fetches selected latents and makes no keys per head.
     """
 
     tokens: int
@@ -51,6 +52,7 @@ class RunShape:
     recompute: bool
     width: int = 4
     supervised: float = 1.0
+    gathers: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,7 @@ class _Model:
         sites = kept[index] - mixer - ffn
         moments = (
             (mixer + ffn + sites, self._ffn_moment(index, layer)),
-            (mixer + sites / 2, self._mixer_moment(layer)),
+            (mixer + sites / 2, self._mixer_moment(index, layer)),
         )
         alive, moment = max(moments, key=lambda pair: pair[0] + pair[1].bytes)
         # The layer's input is among what it keeps; computed again it is the border below.
@@ -232,9 +234,13 @@ class _Model:
         yield q_in + _WIDE
         yield from self._input(index, at, q_in, ("q_b_proj",))
         yield x * (m.kv_lora_rank + m.qk_rope_head_dim) + _WIDE
-        yield from self._input(index, at, x * m.kv_lora_rank, ("kv_b_proj",))
         wide = x * m.num_heads
-        yield wide * (m.qk_head_dim + m.qk_nope_head_dim + m.v_head_dim)
+        yield wide * m.qk_head_dim
+        if index in self.run.gathers:
+            yield x * m.kv_lora_rank
+        else:
+            yield from self._input(index, at, x * m.kv_lora_rank, ("kv_b_proj",))
+            yield wide * (m.qk_nope_head_dim + m.v_head_dim)
         yield _WIDE * m.num_heads * (m.v_head_dim + 1)
         if m.rope is not None:
             yield 2.0 * _WIDE * m.qk_rope_head_dim
@@ -277,6 +283,6 @@ class _Model:
         return ffn_moment(layer.ffn, self.arch.hidden_size, self.run.tokens, self.run.width,
                           _WIDE * self.experts.get(index, 0))
 
-    def _mixer_moment(self, layer: LayerSpec) -> Moment:
+    def _mixer_moment(self, index: int, layer: LayerSpec) -> Moment:
         return mixer_moment(layer.mixer, self.arch.hidden_size, self.run.tokens, self.run.sequence,
-                            self.run.width)
+                            self.run.width, gathers=index in self.run.gathers)

@@ -10,10 +10,12 @@ import torch
 from trimtab.arch.adapter import resolve_targets
 from trimtab.arch.load import load_arch
 from trimtab.arch.presets import preset_config
+from trimtab.arch.spec import MLASpec
 from trimtab.models.build import build_model
 from trimtab.models.context import ForwardContext
 from trimtab.models.lora import inject
 from trimtab.plan.own_run import RunShape, kept_by_layer, predict_run
+from trimtab.train.predicted import gathers_latents
 
 TOKENS = 256
 
@@ -51,16 +53,19 @@ def saved_by_layer(preset: str, words: tuple[str, ...], rank: int) -> dict[int, 
     return found
 
 
-@pytest.mark.parametrize("preset", ["kimi-linear-tiny", "k3-tiny", "glm5-next-tiny"])
+@pytest.mark.parametrize("preset", ["kimi-linear-tiny", "k3-tiny", "glm5-next-tiny", "deepseek-v3.2-tiny"])
 @pytest.mark.parametrize(("words", "rank"), [(("attention",), 8), (("o_proj", "shared_experts"), 32)])
 def test_a_layer_keeps_what_autograd_saves(preset: str, words: tuple[str, ...], rank: int) -> None:
     saved = saved_by_layer(preset, words, rank)
     arch = load_arch(preset_config(preset), preset)
     targets = resolve_targets(arch, target_modules=words, rank=rank, alpha=32, dropout=0.0)
-    said = kept_by_layer(arch, targets, RunShape(TOKENS, TOKENS, recompute=False))
+    gathers = frozenset(
+        index for index, layer in enumerate(arch.layers)
+        if isinstance(layer.mixer, MLASpec) and gathers_latents(layer.mixer, TOKENS, TOKENS)
+    )
+    shape = RunShape(TOKENS, TOKENS, recompute=False, gathers=gathers)
+    said = kept_by_layer(arch, targets, shape)
     for layer in range(2, arch.num_layers):
-        if getattr(arch.layers[layer].mixer, "indexer", None) is not None:
-            continue  # gathered latents there keep less than what is said
         assert said[layer] == pytest.approx(saved[layer], rel=0.03), layer
 
 

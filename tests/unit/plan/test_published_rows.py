@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import planner
-from benchmarks.planner_rows import MODELS, Skip, cases, is_test, predict, read_rows
+from benchmarks.planner_rows import MODELS, Skip, cases, is_test, predict
+from benchmarks.planner_table import TableError, faults, read_rows
 
 COLUMNS = (
     "id,group,task,model,hf_id,layers,hardware,n_dev,tp,pp,vpp,ep,etp,cp,dp,shard,mbs,gbs,seq,precision,"
@@ -64,6 +65,7 @@ def test_a_row_without_layout_length_or_model_is_left_out_with_the_reason() -> N
         ({"tp": "", "pp": "", "ep": ""}, "no layout"), ({"seq": "short"}, "sequence length"),
         ({"hf_id": "", "model": "Nobody-1B"}, "configuration"), ({"hardware": "abacus"}, "preset"),
         ({"tp": "3"}, "fit together"), ({"task": "inference-decode"}, "training step"),
+        ({"task": "sft-dpo"}, "preference"), ({"notes": "padded variable length"}, "number of tokens"),
     ):
         with pytest.raises(Skip, match=reason):
             predict(row(**values), models())
@@ -78,3 +80,63 @@ def test_the_report_prints_every_block(tmp_path: Path, capsys: pytest.CaptureFix
     page = capsys.readouterr().out
     assert "another table than the frozen one" in page
     assert "SimuMax, as it printed" in page and "Megatron-LM's formula" in page and "LoRA" in page
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tp": "four"}, "tp: `four` is not a whole number above 0"),
+        ({"ep": "0"}, "ep: `0` is not a whole number above 0"),
+        ({"mbs": "1.5"}, "mbs: `1.5` is not a whole number above 0"),
+        ({"seq": "-4096"}, "seq: `-4096` is not a whole number above 0"),
+        ({"step_time_s": "nan"}, "step_time_s: `nan` is not a number above 0"),
+        ({"mem_unit": "pages"}, "mem_unit: `pages` is unknown; expected GiB or GB"),
+        ({"mem_unit": ""}, "mem_unit: is empty beside a reading of memory"),
+        ({"outcome": "crashed"}, "outcome: `crashed` is unknown"),
+        ({"precision": "FP7"}, "precision: `FP7` is unknown"),
+        ({"task": "distil"}, "task: `distil` is unknown"),
+        ({"hardware": ""}, "hardware: is empty"),
+    ],
+)
+def test_a_cell_that_cannot_be_read_is_named(values: dict[str, str], message: str) -> None:
+    assert not list(faults(row()))
+    (found,) = faults(row(**values))
+    assert found.startswith(message)
+
+
+def test_one_bad_row_leaves_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path, [row(), row(id="bad", tp="four"), row(id="odd", hf_id="x/Nobody", model="Nobody")])
+    monkeypatch.setattr("sys.argv", ["planner", str(path)])
+    assert planner.main() == 1
+    page = capsys.readouterr().out
+    assert "row bad, tp: `four` is not a whole number above 0" in page
+    assert "3 rows, 1 predicted, 2 left out" in page and "SimuMax B200" in page
+
+
+def test_a_file_that_is_no_such_table_says_why(tmp_path: Path) -> None:
+    path = written(tmp_path, [row(), row(id="b")])
+    text = path.read_text()
+    for broken, message in (
+        (text.replace(",tp,", ",tensor_parallel,"), "no column tp"),
+        (text + '"c","00"\n', "row c .* has 2 cells, the head has 39"),
+        (text.replace('"b"', '"a"'), "rows with one id: a"),
+    ):
+        path.write_text(broken)
+        with pytest.raises(TableError, match=message):
+            read_rows(path)
+    with pytest.raises(TableError, match="No such file"):
+        read_rows(tmp_path / "none.csv")
+
+
+def test_columns_may_stand_in_any_order_and_unknown_ones_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["colour", *reversed(COLUMNS.split(","))]
+    cells = row() | {"colour": "blue"}
+    path = tmp_path / "turned.csv"
+    path.write_text(",".join(names) + "\n" + ",".join(f'"{cells[name]}"' for name in names) + "\n")
+    monkeypatch.setattr("sys.argv", ["planner", str(path)])
+    assert planner.main() == 0
+    page = capsys.readouterr().out
+    assert "column colour is not used" in page and "1 predicted" in page
