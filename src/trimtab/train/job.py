@@ -24,6 +24,7 @@ from trimtab.errors import RunError
 from trimtab.models.decoder import CausalLM
 from trimtab.models.full import train_full
 from trimtab.models.lora import inject, trainable_parameters
+from trimtab.train.base_memory import base_memory
 from trimtab.train.batch import MicroBatch, micro_batches
 from trimtab.train.identity import fixed_hash
 from trimtab.train.optimizer import OptimizerOptions, branches_of, build_optimizer
@@ -121,6 +122,7 @@ def assemble(
             vision=plan.vision, ops=recipe.ops,
             progress=lambda done, total: update(100 * done // max(1, total), 100),
         )
+    say.say(str(base_memory(model, plan.arch)))
     inject(model, plan.targets, recipe.seed)
     train_full(model, [param.name for param in plan.full])
     parameters = trainable_parameters(model)
