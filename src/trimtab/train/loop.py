@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trimtab.config.recipe import Recipe
+from trimtab.errors import RunError
 from trimtab.train.adapter_check import check_adapter_file, check_merge
 from trimtab.train.allocator import give_blocks_back
 from trimtab.train.batch import micro_batches
@@ -21,6 +22,7 @@ from trimtab.train.plan import RunPlan, plan_run
 from trimtab.train.report_page import write_report
 from trimtab.train.reporter import ConsoleReporter, Reporter
 from trimtab.train.run_dir import RunDirectory, RunRecord, check_owner, input_hashes
+from trimtab.train.saver import MAKE_ROOM, is_full
 from trimtab.train.steps import run_steps, write_adapter
 from trimtab.train.validation import LOSS_KEY
 from trimtab.verdict import Verdict
@@ -94,7 +96,13 @@ def finetune(recipe: Recipe, reporter: Reporter | None = None) -> RunResult:
     with locked(run.root) as alone, stop_on_sigterm() as stop:
         if not alone:
             say.say(f"warning: {run.root} cannot be locked; see that no other process uses it")
-        return _finetune(recipe, run, say, stop)
+        try:
+            return _finetune(recipe, run, say, stop)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            raise RunError("TT311", str(run.root), f"cannot be written: {error.strerror}",
+                           hint=MAKE_ROOM) from error
 
 
 def _finetune(recipe: Recipe, run: RunDirectory, say: Reporter, stop: StopRequest) -> RunResult:

@@ -23,6 +23,14 @@ from trimtab.errors import RunError
 from trimtab.train.state import TrainState, snapshot, write_state
 
 
+MAKE_ROOM = "the states before it are whole; make room and run the same command again"
+
+
+def is_full(error: OSError) -> bool:
+    """Whether a disk or a quota has no room left."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 class Saver:
     """Writes the states of a run in the background.
 
@@ -64,11 +72,9 @@ class Saver:
         try:
             pending.result()
         except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             raise RunError(
-                "TT311" if full else "TT603", str(self._checkpoints),
-                f"the training state was not written: {error.strerror or error}",
-                hint="the states before it are whole; make room and run the same command again",
+                "TT311" if is_full(error) else "TT603", str(self._checkpoints),
+                f"the training state was not written: {error.strerror or error}", hint=MAKE_ROOM,
             ) from error
 
     def _write(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,46 @@ def test_a_full_disk_ends_the_run_and_leaves_the_state_before(
     newest = newest_state(tmp_path)
     assert newest is not None and read_state(newest).step == 1
     assert {p.name for p in tmp_path.iterdir()} == {"step-1"}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 400 KiB, where the machine lets tests mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path, checkpoint: Path, small_disk: Path) -> None:
+    """A state does not fit, then not even run.json; with room the run ends as if nothing had been."""
+    more = ("finetune.drift.alert=1000", "checkpoint.every_steps=1", "checkpoint.keep=9")
+    run = small_disk / "run"
+    recipe = recipe_for(tmp_path, checkpoint, *more, f"output={run}")
+    with pytest.raises(RunError, match=r"TT311.*No space left"):
+        finetune(recipe, SilentReporter())
+    newest = newest_state(run / "checkpoints")  # removes what was half written
+    assert newest is not None
+    kept = read_state(newest).step
+    fill = small_disk / "fill"
+    with pytest.raises(OSError), fill.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1024))
+    with pytest.raises(RunError, match=r"TT311.*No space left"):
+        finetune(recipe, SilentReporter())
+    assert (run / "checkpoints" / f"step-{kept}").is_dir()
+    fill.unlink()
+    subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
+    result = finetune(recipe, SilentReporter())
+    assert result.resumed_from == kept and result.passed
+    whole = recipe_for(tmp_path, checkpoint, *more, f"output={tmp_path / 'whole'}")
+    finetune(whole, SilentReporter())
+    losses = [[row["loss"] for row in read_metrics(r / "metrics.jsonl")]
+              for r in (run, tmp_path / "whole")]
+    assert losses[0] == losses[1]
 
 
 def test_a_directory_has_one_owner_and_keeps_nothing_of_the_lock(tmp_path: Path) -> None:
