@@ -227,4 +227,6 @@ ERROR_DOCS: dict[str, ErrorDoc] = _docs(
      "Install a C++ compiler (g++), or leave the choice of implementation to Trimtab."),
     ("TT606", "rank failed", "A process of a job on several ranks ended early.",
      "Read the first error above the message; memory and ports of the machine are the usual causes."),
+    ("TT607", "tracker not usable", "A tracker of `track` could not be opened.",
+     "Check its address, or leave it out: metrics.jsonl and report.html are written without it."),
 )

@@ -18,6 +18,7 @@ from trimtab.train.batch import micro_batches
 from trimtab.train.job import Job, assemble, begin, open_data
 from trimtab.train.lock import StopRequest, locked, stop_on_sigterm
 from trimtab.train.metrics import read_metrics
+from trimtab.train.mirror import open_mirror
 from trimtab.train.plan import RunPlan, plan_run
 from trimtab.train.report_page import write_report
 from trimtab.train.reporter import ConsoleReporter, Reporter
@@ -25,6 +26,7 @@ from trimtab.train.run_dir import RunDirectory, RunRecord, check_owner, input_ha
 from trimtab.train.saver import MAKE_ROOM, is_full
 from trimtab.train.steps import run_steps, write_adapter
 from trimtab.train.validation import LOSS_KEY
+from trimtab.train.trackers import require_trackers
 from trimtab.verdict import Verdict
 
 _LOSSES = ("loss", *LOSS_KEY.values())
@@ -113,6 +115,8 @@ def _finetune(recipe: Recipe, run: RunDirectory, say: Reporter, stop: StopReques
         say.say(f"{run.root} is finished: {record.step} steps; nothing to do")
         return _result(run, plan, record, (), resumed_from=record.step, was_finished=True)
     say.plan(plan)
+    require_trackers(recipe.track)
+    mirror = open_mirror(recipe.checkpoint, say.say)
     data = open_data(recipe, plan, say)
     if record is None:
         with say.progress("checking records") as update:
@@ -122,7 +126,7 @@ def _finetune(recipe: Recipe, run: RunDirectory, say: Reporter, stop: StopReques
     job = assemble(recipe, plan, run, data, say)
     state, record = begin(job, record, inputs, say)
     before = record.wall_s
-    outcome = run_steps(job, state, record, say, stop)
+    outcome = run_steps(job, state, record, say, stop, mirror)
     record = outcome.record
     if outcome.stopped:
         say.say(f"stopped after step {state.step + len(outcome.losses)} of {job.total_steps}; "

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from trimtab.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from trimtab.config.watch import CheckpointSection
 from trimtab.errors import RunError
 
 _PREFIX = "step-"
@@ -90,3 +91,14 @@ class Mirror:
             path = posixpath.join(self._root, name)
             self._files.rm_file(posixpath.join(path, MANIFEST_NAME))
             self._files.rm(path, recursive=True)
+
+
+def open_mirror(settings: CheckpointSection, say: Callable[[str], None]) -> Mirror | None:
+    """The mirror of a recipe, None where it names none.
+
+    Raises:
+        RunError: TT604, the package for its URL is not installed.
+    """
+    if settings.mirror is None:
+        return None
+    return Mirror(settings.mirror, keep=settings.keep, say=say)

@@ -22,7 +22,6 @@ from torch.nn import Parameter
 from trimtab.errors import RunError
 from trimtab.train.state import TrainState, snapshot, write_state
 
-
 MAKE_ROOM = "the states before it are whole; make room and run the same command again"
 
 

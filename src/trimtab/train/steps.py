@@ -51,16 +51,14 @@ class Outcome:
 
 
 def run_steps(
-    job: Job, state: TrainState, record: RunRecord, say: Reporter, stop: StopRequest
+    job: Job, state: TrainState, record: RunRecord, say: Reporter, stop: StopRequest,
+    mirror: Mirror | None = None,
 ) -> Outcome:
     """All remaining steps, or those until the process is asked to stop."""
-    saving = job.recipe.checkpoint
-    mirror = None
-    if saving.mirror is not None:
-        mirror = Mirror(saving.mirror, keep=saving.keep, say=say.say)
     with (
-        open_trackers(job.recipe.track, job.run.root, job.run.metrics, state.step) as trackers,
-        Saver(job.run.checkpoints, keep=saving.keep,
+        open_trackers(job.recipe.track, job.run.root, job.run.metrics, state.step,
+                      say.say) as trackers,
+        Saver(job.run.checkpoints, keep=job.recipe.checkpoint.keep,
               after=None if mirror is None else mirror.copy) as saver,
         say.progress("training") as update,
     ):

@@ -3,13 +3,17 @@
 Knows: rows of numbers and how each tracker takes them. Does not know: what the numbers mean.
 
 A row is flat or one level deep; trackers other than the file get its numbers only, those one level
-deep under `key/name`. A resumed run continues the same curves.
+deep under `key/name`. A resumed run continues the same curves. A tracker that fails once a run is
+under way is left alone from then on: the file has every row, and no run ends for a server.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -88,13 +92,47 @@ class MlflowTracker:
 
     def write(self, row: Row) -> None:
         """One row as metrics."""
-        step = int(str(row["step"]))
-        for name, value in numbers(row):
-            self._client.log_metric(self._run, name, value, step=step)
+        from mlflow.entities import Metric
+
+        step, now = int(str(row["step"])), int(1000 * time.time())
+        metrics = [Metric(name, value, now, step) for name, value in numbers(row)]
+        self._client.log_batch(self._run, metrics)
 
     def close(self) -> None:
         """Mark the run as finished."""
         self._client.set_terminated(self._run)
+
+
+class _Guarded:
+    """A tracker whose first failure is told, and which then gets no more rows.
+
+    Args:
+        name: of the tracker.
+        tracker: opened.
+        say: told of the failure.
+    """
+
+    def __init__(self, name: str, tracker: Tracker, say: Callable[[str], None]) -> None:
+        self._name, self._tracker, self._say = name, tracker, say
+        self._works = True
+
+    def write(self, row: Row) -> None:
+        """One row, as long as none failed."""
+        self._try(lambda: self._tracker.write(row))
+
+    def close(self) -> None:
+        """Close what still works."""
+        self._try(self._tracker.close)
+
+    def _try(self, call: Callable[[], None]) -> None:
+        if not self._works:
+            return
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001  # clients raise what they like, and none may end a run
+            self._works = False
+            self._say(f"warning: {self._name} gets no more rows of this run: {_without_secrets(error)}; "
+                      "metrics.jsonl has all of them")
 
 
 class Trackers:
@@ -111,7 +149,7 @@ class Trackers:
 
 @contextmanager
 def open_trackers(
-    names: Sequence[str], root: Path, metrics: Path, step: int
+    names: Sequence[str], root: Path, metrics: Path, step: int, say: Callable[[str], None]
 ) -> Iterator[Trackers]:
     """The trackers of a recipe, closed at the end of the block.
 
@@ -120,26 +158,47 @@ def open_trackers(
         root: run directory.
         metrics: metrics.jsonl.
         step: steps done when the run continues.
+        say: told of a tracker that fails later.
 
     Raises:
-        RunError: TT604, a package is missing.
+        RunError: TT604, a package is missing; TT607, a tracker cannot be opened.
     """
     with ExitStack() as stack:
         found: list[Tracker] = []
         for name in dict.fromkeys(names):
-            tracker: Tracker
-            if name == "tensorboard":
-                tracker = TensorBoardTracker(root, step)
-            elif name == "mlflow":
-                tracker = MlflowTracker(root)
-            else:
+            if name == "jsonl":
                 continue
+            tracker = _Guarded(name, _open(name, root, step), say)
             stack.callback(tracker.close)
             found.append(tracker)
         # The file is opened last: it drops rows of later steps, which a missing package must not.
         file = MetricsWriter(metrics, keep_through=step)
         stack.callback(file.close)
         yield Trackers([file, *found])
+
+
+def require_trackers(names: Sequence[str]) -> None:
+    """Raise TT604 where the package of a tracker is missing; none is opened."""
+    for name in names:
+        if name != "jsonl" and find_spec(name) is None:
+            raise _missing(name)
+
+
+def _open(name: str, root: Path, step: int) -> Tracker:
+    try:
+        return TensorBoardTracker(root, step) if name == "tensorboard" else MlflowTracker(root)
+    except RunError:
+        raise
+    except Exception as error:
+        raise RunError("TT607", "track", f"cannot be opened: {_without_secrets(error)}", value=name,
+                       hint="check its address, or leave it out of `track`") from error
+
+
+def _without_secrets(error: Exception) -> str:
+    """Kind and first line of an error, without what URLs may hold of users, passwords and keys."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    words = re.sub(r"\?\S+", "", re.sub(r"//[^/\s@]*@", "//", first))
+    return f"{type(error).__name__}: {words[:200]}"
 
 
 def numbers(row: Row) -> Iterator[tuple[str, float]]:

@@ -11,14 +11,18 @@ import pytest
 import torch
 
 from tests.unit.train.test_step import adapted, packs
+from tests.unit.train.tiny_run import recipe_for
 from trimtab.errors import RunError
 from trimtab.models.context import Routing
 from trimtab.models.lora import lora_parameters
+from trimtab.train import trackers
 from trimtab.train.batch import micro_batches
 from trimtab.train.drift import router_drift
 from trimtab.train.flops import count_flops
-from trimtab.train.metrics import read_metrics
+from trimtab.train.loop import finetune
+from trimtab.train.metrics import Row, read_metrics
 from trimtab.train.plan import BatchPlan
+from trimtab.train.reporter import SilentReporter
 from trimtab.train.router_load import RouterLoad
 from trimtab.train.step import StepOptions, clip_gradients, loss_sums, norm_by_branch
 from trimtab.train.trackers import numbers, open_trackers
@@ -115,7 +119,7 @@ def test_numbers_of_a_row_are_flattened() -> None:
 def test_tensorboard_gets_every_number_and_a_resume_hides_what_came_after(tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for start, loss in ((0, 1.0), (1, 9.0)):
-        with open_trackers(["jsonl", "tensorboard"], tmp_path, tmp_path / "m.jsonl", start) as out:
+        with open_trackers(["jsonl", "tensorboard"], tmp_path, tmp_path / "m.jsonl", start, print) as out:
             for step in range(start + 1, 4):
                 out.write({**ROW, "step": step, "loss": loss})
     found = events.EventAccumulator(str(tmp_path / "tensorboard"))
@@ -132,7 +136,7 @@ def test_mlflow_continues_the_same_run(tmp_path: Path, monkeypatch: pytest.Monke
     from mlflow.tracking import MlflowClient
 
     for start in (0, 1):
-        with open_trackers(["mlflow"], tmp_path, tmp_path / "m.jsonl", start) as out:
+        with open_trackers(["mlflow"], tmp_path, tmp_path / "m.jsonl", start, print) as out:
             out.write({**ROW, "step": start + 1})
     client = MlflowClient()
     (run,) = client.search_runs([client.get_experiment_by_name("trimtab").experiment_id])
@@ -154,7 +158,56 @@ def test_a_missing_package_is_named_before_anything_is_written(
     monkeypatch.setattr(builtins, "__import__", without)
     with (
         pytest.raises(RunError, match=rf"TT604.*{package}"),
-        open_trackers([package], tmp_path, tmp_path / "m.jsonl", 0),
+        open_trackers([package], tmp_path, tmp_path / "m.jsonl", 0, print),
     ):
         pass
     assert not (tmp_path / "m.jsonl").exists()
+
+
+def test_a_server_that_goes_away_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    class Flaky:
+        def write(self, row: Row) -> None:
+            calls.append(int(str(row["step"])))
+            if len(calls) == 2:
+                raise ConnectionError("https://me:hunter2@host/x?key=secret is gone\nand more")
+
+        def close(self) -> None:
+            calls.append(-1)
+
+    monkeypatch.setattr(trackers, "MlflowTracker", lambda root: Flaky())
+    said: list[str] = []
+    with open_trackers(["mlflow"], tmp_path, tmp_path / "m.jsonl", 0, said.append) as out:
+        for step in (1, 2, 3):
+            out.write({**ROW, "step": step})
+    assert calls == [1, 2]
+    assert said == ["warning: mlflow gets no more rows of this run: ConnectionError: https://host/x "
+                    "is gone; metrics.jsonl has all of them"]
+    assert [row["step"] for row in read_metrics(tmp_path / "m.jsonl")] == [1, 2, 3]
+
+
+def test_a_tracker_that_cannot_be_opened_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(root: Path) -> None:
+        raise OSError("no such server")
+
+    monkeypatch.setattr(trackers, "MlflowTracker", refuse)
+    with (
+        pytest.raises(RunError, match=r"TT607.*track \(mlflow\).*no such server"),
+        open_trackers(["mlflow"], tmp_path, tmp_path / "m.jsonl", 0, print),
+    ):
+        pass
+
+
+def test_a_missing_package_ends_a_run_before_weights_are_read(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    recipe = recipe_for(tmp_path, checkpoint, "track=[mlflow]")
+    with pytest.raises(RunError, match=r"TT604.*mlflow"):
+        finetune(recipe, SilentReporter())
+    assert not (tmp_path / "run").exists()
