@@ -25,8 +25,8 @@ from trimtab.train.reporter import ConsoleReporter, Reporter
 from trimtab.train.run_dir import RunDirectory, RunRecord, check_owner, input_hashes
 from trimtab.train.saver import MAKE_ROOM, is_full
 from trimtab.train.steps import run_steps, write_adapter
-from trimtab.train.validation import LOSS_KEY
 from trimtab.train.trackers import require_trackers
+from trimtab.train.validation import LOSS_KEY
 from trimtab.verdict import Verdict
 
 _LOSSES = ("loss", *LOSS_KEY.values())
