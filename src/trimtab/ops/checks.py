@@ -60,6 +60,16 @@ def check_floating(argument: str, x: Tensor) -> None:
     require(x.is_floating_point(), argument, "must be floating", x.dtype)
 
 
+def check_mask(argument: str, x: Tensor, tokens: int) -> None:
+    """Fail unless x is bool of shape [T].
+
+    Raises:
+        OperatorError: TT111.
+    """
+    check_shape(argument, x, "T", {"T": tokens})
+    require(x.dtype is torch.bool, argument, "must be bool", x.dtype)
+
+
 def values_readable(x: Tensor) -> bool:
     """Whether the values of x may be checked: on a CPU, and not where only shapes exist."""
     return x.device.type == "cpu" and not isinstance(x, FakeTensor) and not torch.compiler.is_compiling()

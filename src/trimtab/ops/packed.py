@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trimtab.arch.quantization import PackedForm, PackedKind
 from trimtab.ops import fp8, int4, mxfp4
+from trimtab.ops.checks import check_shape, require
 from trimtab.ops.native.library import library, unavailable
 from trimtab.ops.registry import Implementation, OpCase, Operator
 
@@ -178,6 +179,32 @@ class PackedMatrices:
         height, width = (int(size) for size in block.split("x"))
         decode = DECODE.force(forced) if forced else DECODE
         return cls(packed, scale, PackedForm(_KINDS[kind], (height, width)), int(parts), decode)
+
+    def check(self, argument: str) -> None:
+        """Fail with TT111 unless values and scales have the shapes and dtypes of the form."""
+        check_shape(f"{argument}.packed", self.packed, "E out bytes")
+        require(
+            self.packed.dtype is torch.uint8, f"{argument}.packed", "must be uint8", self.packed.dtype
+        )
+        experts, rows, columns = self.packed.shape[0], self.out_features, self.in_features
+        height, width = self.form.block
+        require(
+            rows % self.num_parts == 0, f"{argument}.packed",
+            f"must have rows of {self.num_parts} equal parts", rows,
+        )
+        if self.form.kind != "fp8":
+            require(columns % width == 0, f"{argument}.packed", f"must have rows of whole {width}", columns)
+        of_scale = self.num_parts * -(-rows // self.num_parts // height), -(-columns // width)
+        sizes = {"E": experts, "rows": of_scale[0], "columns": of_scale[1]}
+        check_shape(f"{argument}.scale", self.scale, "E rows columns", sizes)
+        wanted = SCALE_DTYPES[self.form.kind]
+        require(
+            self.scale.dtype is wanted, f"{argument}.scale", f"must be {wanted}", self.scale.dtype
+        )
+
+    def views(self, dtype: torch.dtype) -> None:
+        """None: every matrix has to be decoded."""
+        del dtype
 
     def matrix(self, expert: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """[out, in] of one expert, decoded into `out` where it is given.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from trimtab.errors import OperatorError
 from trimtab.ops.moe.balance import balanced_bias, bias_histogram
 from trimtab.ops.moe.capacity import capacity_of, drop_beyond
 from trimtab.ops.moe.routing import RouterRule, select_experts
@@ -30,6 +31,45 @@ def test_a_large_factor_drops_nothing():
     kept, dropped = drop_beyond(ids, 8, 8.0)
     assert torch.equal(kept, ids)
     assert not dropped.any()
+
+
+@pytest.mark.parametrize("factor", [0.3, 1.0, 1.5])
+def test_every_choice_is_kept_or_counted_as_dropped(factor):
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.rand(65, 9, generator=generator).square().argsort(-1)[:, :3]
+    valid = torch.rand(65, generator=generator) < 0.8
+    kept, dropped = drop_beyond(ids, 9, factor, valid)
+    asked = torch.bincount(ids[valid].flatten(), minlength=9)
+    served = torch.bincount(kept.flatten(), minlength=10)[:9]
+    assert torch.equal(served + dropped, asked)
+    assert int(served.max()) <= capacity_of(factor, int(valid.sum()), 3, 9)
+    assert torch.equal(kept[kept < 9], ids[kept < 9])
+
+
+def test_no_tokens_drop_nothing():
+    kept, dropped = drop_beyond(torch.empty(0, 2, dtype=torch.int64), 4, 1.0)
+    assert kept.shape == (0, 2) and dropped.tolist() == [0, 0, 0, 0]
+
+
+IDS, SCORES, BIAS = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 4), torch.zeros(4)
+
+
+@pytest.mark.parametrize(("run", "where"), [
+    (lambda: drop_beyond(IDS[0], 4, 1.0), "capacity.ids"),
+    (lambda: drop_beyond(IDS.to(torch.int32), 4, 1.0), "capacity.ids"),
+    (lambda: drop_beyond(IDS, 4, 0.0), "capacity.factor"),
+    (lambda: drop_beyond(IDS, 4, 1.0, torch.ones(3)), "capacity.valid"),
+    (lambda: drop_beyond(IDS, 4, 1.0, torch.ones(4, dtype=torch.bool)), "capacity.valid"),
+    (lambda: bias_histogram(SCORES[0], BIAS, 2), "balance.scores"),
+    (lambda: bias_histogram(SCORES, BIAS[1:], 2), "balance.bias"),
+    (lambda: bias_histogram(SCORES, BIAS, 4), "balance.top_k"),
+    (lambda: bias_histogram(SCORES, BIAS, 2, torch.ones(3)), "balance.valid"),
+    (lambda: balanced_bias(torch.zeros(3, 10, dtype=torch.int64), BIAS, 2), "balance.bias"),
+])
+def test_wrong_arguments_are_named(run, where):
+    with pytest.raises(OperatorError) as caught:
+        run()
+    assert caught.value.where == where
 
 
 def test_the_capacity_is_rounded_up():

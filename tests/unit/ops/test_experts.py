@@ -16,7 +16,7 @@ from trimtab.arch.spec import ActivationSpec
 from trimtab.errors import OperatorError
 from trimtab.ops import mxfp4
 from trimtab.ops.backends import build_ops
-from trimtab.ops.moe import loop
+from trimtab.ops.moe import experts, loop
 from trimtab.ops.moe.experts import (
     experts_case,
     experts_grouped,
@@ -116,10 +116,18 @@ def poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
+@pytest.fixture(params=[True, False], ids=["kept", "computed again"])
+def kept(request, monkeypatch) -> bool:
+    """Whether there is room to keep what activations are computed from."""
+    if not request.param:
+        monkeypatch.setattr(experts, "KEPT_BYTES", 0)
+    return request.param
+
+
 @pytest.mark.parametrize(("run", "dtype"), FORMS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("sizes", [(1, 8, 8), (65, 13, 7)])
-@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("sizes", [(1, 8, 8), (65, 13, 7), (100, 16, 9)])
+@pytest.mark.usefixtures("poisoned", "kept")
 def test_a_frozen_base_gives_the_result_and_gradients_of_the_loop(run, dtype, activation, sizes):
     compare(run, Inputs(*sizes, activation=ACTIVATIONS[activation]), dtype)
 
@@ -128,9 +136,17 @@ def test_a_frozen_base_gives_the_result_and_gradients_of_the_loop(run, dtype, ac
 @pytest.mark.parametrize("rate", [0.0, 0.3])
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("layout", ["per_expert", "shared_outer"])
-@pytest.mark.usefixtures("poisoned")
+@pytest.mark.usefixtures("poisoned", "kept")
 def test_adapters_give_the_result_and_gradients_of_the_loop(run, dtype, layout, split, rate):
     compare(run, Inputs(63, 13, 10, layout=layout, split=split, rate=rate), dtype)
+
+
+@pytest.mark.parametrize(("run", "dtype"), FORMS)
+@pytest.mark.parametrize("layout", ["per_expert", "shared_outer"])
+def test_token_numbers_may_lie_apart(run, dtype, layout):
+    call, _ = Inputs(9, 8, 6, layout=layout, rate=0.5).call(dtype)
+    apart = torch.stack([call.token_ids, torch.zeros(9, dtype=torch.int64)], -1)[:, 0]
+    assert torch.equal(run(replace(call, token_ids=apart)), run(call))
 
 
 @pytest.mark.parametrize(("run", "dtype"), FORMS)
@@ -141,15 +157,18 @@ def test_one_of_the_two_matrices_may_have_an_adapter(run, dtype, layout, pairs):
 
 
 @pytest.mark.parametrize(("run", "dtype"), FORMS)
+@pytest.mark.usefixtures("poisoned", "kept")
 def test_a_trained_base_gets_its_gradient(run, dtype):
     compare(run, Inputs(40, 12, 9, layout="per_expert", trained=True), dtype)
 
 
 @pytest.mark.parametrize(("run", "dtype"), FORMS)
-def test_rows_beyond_one_block_on_one_expert(run, dtype, monkeypatch):
+@pytest.mark.parametrize("choice", [(2, 4), (3, E)], ids=["two experts", "one expert"])
+@pytest.mark.usefixtures("poisoned", "kept")
+def test_all_tokens_on_the_same_experts_in_more_than_one_block(run, dtype, choice, monkeypatch):
     monkeypatch.setattr(loop, "_BUFFER_BYTES", 1)  # blocks of the least size, 128 rows
     inputs = Inputs(150, 8, 4, layout="per_expert")
-    inputs.ids = torch.tensor([[2, 4]] * 150)
+    inputs.ids = torch.tensor([choice] * 150)
     compare(run, inputs, dtype)
 
 
@@ -195,18 +214,49 @@ def test_bfloat16_activations_are_rounded_once(run):
     assert torch.equal(run(half), exact.to(torch.bfloat16))
 
 
-@pytest.mark.parametrize("run", [experts_grouped, pytest.param(experts_native, marks=needs_native)])
-def test_packed_experts_compute_what_their_decoded_form_computes(run):
-    call, leaves = Inputs(9, 32, 32).call(torch.float32)
+def in_mxfp4(call: ExpertCall) -> tuple[ExpertCall, ExpertCall]:
+    """A call with packed matrices, and with what these decode to."""
     packed, dense = [], []
-    for name in ("gate_up", "down"):
-        codes, scale = mxfp4.encode(leaves[name])
-        parts = 2 if name == "gate_up" else 1
+    for parts, matrices in ((2, call.gate_up), (1, call.down)):
+        codes, scale = mxfp4.encode(matrices.tensors[0].detach())
         tensors = codes.flatten(1, -2), scale.flatten(1, -2)
         packed.append(PackedMatrices(*tensors, PackedForm("mxfp4", (1, 32)), parts))
         dense.append(DenseMatrices(mxfp4.decode(codes, scale, torch.float32)))
-    results = [run(replace(call, gate_up=pair[0], down=pair[1])) for pair in (packed, dense)]
-    assert torch.equal(*results)
+    return tuple(replace(call, gate_up=pair[0], down=pair[1]) for pair in (packed, dense))
+
+
+@pytest.mark.parametrize("run", [experts_grouped, pytest.param(experts_native, marks=needs_native)])
+@pytest.mark.parametrize("layout", [None, "per_expert"])
+@pytest.mark.usefixtures("poisoned", "kept")
+def test_packed_experts_compute_what_their_decoded_form_computes(run, layout):
+    call, leaves = Inputs(33, 32, 32, layout=layout).call(torch.float32)
+    trained = {n: leaf for n, leaf in leaves.items() if leaf.requires_grad}
+    results = []
+    for each in in_mxfp4(call):
+        out = run(each)
+        used = trained if layout else {n: trained[n] for n in ("x", "weights")}
+        results.append([out, *torch.autograd.grad(out.square().sum(), used.values())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_packed_matrix_is_decoded_once_per_expert_and_pass(kept, monkeypatch):
+    monkeypatch.setattr(loop, "_BUFFER_BYTES", 1)  # 128 rows: three blocks for each of two experts
+    decoded: list[tuple[int, int]] = []
+    matrix = PackedMatrices.matrix
+
+    def counted(self, expert, *args):
+        decoded.append((self.num_parts, expert))
+        return matrix(self, expert, *args)
+
+    monkeypatch.setattr(PackedMatrices, "matrix", counted)
+    inputs = Inputs(300, 32, 32)
+    inputs.ids = torch.tensor([[0, 2]] * 300)
+    out = experts_grouped(in_mxfp4(inputs.call(torch.float32)[0])[0])
+    each = [(1, 0), (1, 2), (2, 0), (2, 2)]
+    assert sorted(decoded) == each
+    decoded.clear()
+    out.sum().backward()
+    assert sorted(decoded) == each
 
 
 def test_a_forced_way_to_decode_is_the_one_inside_the_operator():
@@ -237,7 +287,7 @@ def test_the_operator_is_sound_for_torch(layout):
     )
 
 
-def test_flops_are_those_of_the_products():
+def test_flops_are_those_of_the_products(kept):
     tokens, width, inner = 10, 16, 8
     rows = tokens * A
     for layout, low in (
@@ -252,7 +302,8 @@ def test_flops_are_those_of_the_products():
         assert counter.get_total_flops() == 2 * (base + low)
         with FlopCounterMode(display=False) as counter:
             out.sum().backward()
-        assert counter.get_total_flops() == 2 * (base + base * 2 // 3 + 3 * low)
+        again = 0 if kept else base * 2 // 3
+        assert counter.get_total_flops() == 2 * (base + again + 3 * low)
 
 
 def test_workspace_does_not_hold_the_rows_of_all_experts():
@@ -261,21 +312,41 @@ def test_workspace_does_not_hold_the_rows_of_all_experts():
     assert experts_workspace_bytes(case) < 4 * 4000 * A * (64 + 2 * 64 + 64)
 
 
+def mxfp4_matrices(**changes: Tensor) -> PackedMatrices:
+    """Down of width 32 from 32 features, with tensors changed."""
+    tensors = {"packed": torch.zeros(E, 8, 16, dtype=torch.uint8), "scale": torch.zeros(E, 8, 1, dtype=torch.uint8)}
+    return PackedMatrices(**(tensors | changes), form=PackedForm("mxfp4", (1, 32)), num_parts=1)
+
+
 @pytest.mark.parametrize(("change", "where"), [
     ({"x": torch.zeros(9, 7)}, "experts.gate_up"),
+    ({"x": torch.zeros(9)}, "experts.x"),
     ({"x": torch.zeros(9, 8, dtype=torch.int64)}, "experts.x"),
     ({"ids": torch.zeros(9, 2)}, "experts.ids"),
+    ({"ids": torch.zeros(8, 2, dtype=torch.int64)}, "experts.ids"),
     ({"weights": torch.zeros(8, 2)}, "experts.weights"),
+    ({"weights": torch.zeros(9, 2, dtype=torch.int64)}, "experts.weights"),
+    ({"gate_up": DenseMatrices(torch.zeros(E, 3, 4, 8))}, "experts.gate_up"),
     ({"down": DenseMatrices(torch.zeros(E, 8, 5))}, "experts.down"),
+    ({"down": DenseMatrices(torch.zeros(E - 1, 8, 6))}, "experts.down"),
+    ({"down": DenseMatrices(torch.zeros(E, 8, 6, dtype=torch.int8))}, "experts.down"),
+    ({"down": mxfp4_matrices(packed=torch.zeros(E, 8, 16))}, "experts.down.packed"),
+    ({"down": mxfp4_matrices(packed=torch.zeros(E, 8, 8, dtype=torch.uint8))}, "experts.down.packed"),
+    ({"down": mxfp4_matrices(scale=torch.zeros(E, 7, 1, dtype=torch.uint8))}, "experts.down.scale"),
+    ({"down": mxfp4_matrices(scale=torch.zeros(E, 8, 1))}, "experts.down.scale"),
     ({"lora_down": ExpertLoRA(torch.zeros(E, 3, 6), torch.zeros(8, 3), "per_expert", 1.0)},
      "experts.lora_down.B"),
+    ({"lora_down": ExpertLoRA(torch.zeros(E, 3, 6), torch.zeros(8, 3), "shared_outer", 1.0)},
+     "experts.lora_down.layout"),
+    ({"lora_down": ExpertLoRA(torch.zeros(E, 3, 6, dtype=torch.int8), torch.zeros(E, 8, 3), "per_expert", 1.0)},
+     "experts.lora_down.A"),
     ({"token_ids": None, "lora_down": ExpertLoRA(torch.zeros(E, 3, 6), torch.zeros(E, 8, 3),
                                                  "per_expert", 1.0, 0.5)}, "experts.token_ids"),
 ])
 def test_wrong_arguments_are_named(change, where):
     call, _ = Inputs(9, 8, 6, layout="per_expert").call(torch.float32)
     with pytest.raises(OperatorError) as caught:
-        experts_grouped(replace(call, **change))
+        build_ops().experts(replace(call, **change))
     assert caught.value.where == where
 
 

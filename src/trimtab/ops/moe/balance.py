@@ -23,6 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trimtab.ops.checks import check_floating, check_mask, check_shape, require
 from trimtab.ops.precision import island_dtype
 
 BINS = 1000
@@ -43,17 +44,25 @@ def bias_histogram(
 
     Returns:
         [E, bins] int64.
+
+    Raises:
+        OperatorError: TT111, a shape or dtype is wrong, or every expert is chosen.
     """
+    check_shape("balance.scores", scores, "T E")
+    check_floating("balance.scores", scores)
+    tokens, experts = scores.shape
+    check_shape("balance.bias", bias, "E", {"E": experts})
+    require(0 < top_k < experts, "balance.top_k", f"must be positive and below the {experts} experts", top_k)
     wide = island_dtype(scores)
     s, b = scores.to(wide), bias.to(wide)
     if valid is not None:
+        check_mask("balance.valid", valid, tokens)
         s = s[valid]
     alpha = (s + b).topk(top_k + 1, dim=-1).values[:, -1:]
     low, high = _bounds(b)
     index = (((alpha - s) - low) * (bins / (high - low))).long().clamp(0, bins - 1)
-    experts = torch.arange(s.shape[1], device=s.device)
-    flat = (index + experts * bins).flatten()
-    return torch.bincount(flat, minlength=s.shape[1] * bins).view(-1, bins)
+    flat = (index + torch.arange(experts, device=s.device) * bins).flatten()
+    return torch.bincount(flat, minlength=experts * bins).view(-1, bins)
 
 
 @torch.no_grad()
@@ -67,7 +76,12 @@ def balanced_bias(histogram: Tensor, bias: Tensor, top_k: int) -> Tensor:
 
     Returns:
         [E] in the dtype of `bias`, with mean 0; `bias` itself if the batch was empty.
+
+    Raises:
+        OperatorError: TT111, the shapes do not fit together.
     """
+    check_shape("balance.histogram", histogram, "E bins")
+    check_shape("balance.bias", bias, "E", {"E": histogram.shape[0]})
     experts, bins = histogram.shape
     total = int(histogram[0].sum())
     if total == 0:

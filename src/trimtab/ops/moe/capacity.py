@@ -12,6 +12,8 @@ import math
 import torch
 from torch import Tensor
 
+from trimtab.ops.checks import check_mask, check_shape, require
+
 
 def capacity_of(factor: float, tokens: int, active: int, experts: int) -> int:
     """Most tokens of one expert."""
@@ -33,7 +35,15 @@ def drop_beyond(
     Returns:
         ids [T, A] with E in place of what is dropped, and dropped tokens per expert [E], without
         padding.
+
+    Raises:
+        OperatorError: TT111, a shape or dtype is wrong, or the factor is not positive.
     """
+    check_shape("capacity.ids", ids, "T A")
+    require(ids.dtype is torch.int64, "capacity.ids", "must be int64", ids.dtype)
+    require(factor > 0, "capacity.factor", "must be positive", factor)
+    if valid is not None:
+        check_mask("capacity.valid", valid, len(ids))
     real = ids if valid is None else ids.masked_fill(~valid.unsqueeze(-1), experts)
     tokens = len(ids) if valid is None else int(valid.sum())
     capacity = capacity_of(factor, tokens, ids.shape[1], experts)

@@ -17,6 +17,8 @@ def check_call(call: ExpertCall) -> None:
     """
     check_shape("experts.x", call.x, "T D")
     check_floating("experts.x", call.x)
+    call.gate_up.check("experts.gate_up")
+    call.down.check("experts.down")
     sizes = {"T": call.x.shape[0], "D": call.x.shape[1]}
     check_shape("experts.ids", call.ids, "T A", sizes)
     require(
@@ -32,9 +34,17 @@ def check_call(call: ExpertCall) -> None:
     ):
         found = (matrices.out_features, matrices.in_features)
         require(found == wanted, f"experts.{name}", f"must give matrices of shape {list(wanted)}", list(found))
+    experts = call.down.tensors[0].shape[0]
+    require(
+        experts == sizes["E"], "experts.down", f"must have as many experts as gate_up, {sizes['E']}", experts
+    )
     if call.token_ids is not None:
         check_shape("experts.token_ids", call.token_ids, "T", sizes)
         require(call.token_ids.dtype is torch.int64, "experts.token_ids", "must be int64", call.token_ids.dtype)
+    layouts = [pair.layout for pair in (call.lora_gate_up, call.lora_down) if pair is not None]
+    require(
+        len(set(layouts)) < 2, "experts.lora_down.layout", "must be that of lora_gate_up", layouts[-1:]
+    )
     for name, pair in (("lora_gate_up", call.lora_gate_up), ("lora_down", call.lora_down)):
         if pair is not None:
             _check_pair(f"experts.{name}", pair, sizes, name == "lora_gate_up")
@@ -45,6 +55,8 @@ def check_call(call: ExpertCall) -> None:
 
 
 def _check_pair(name: str, pair: ExpertLoRA, sizes: dict[str, int], gate_up: bool) -> None:
+    check_floating(f"{name}.A", pair.A)
+    check_floating(f"{name}.B", pair.B)
     shared = pair.layout == "shared_outer"
     experts_a, experts_b = ("" if shared and gate_up else "E "), ("" if shared and not gate_up else "E ")
     known = sizes | {"r": pair.rank, "2": 2}

@@ -18,13 +18,17 @@ from trimtab.arch.spec import ActivationSpec
 from trimtab.ops.custom import custom_op
 from trimtab.ops.moe.check import check_call
 from trimtab.ops.moe.kernels import Kernels, NativeKernels, TorchKernels
-from trimtab.ops.moe.loop import ExpertCall, ExpertLoop
+from trimtab.ops.moe.loop import ExpertCall, ExpertLoop, compute_dtype
 from trimtab.ops.moe.lora import ExpertLoRA, Layout
 from trimtab.ops.moe.reference import experts_reference
 from trimtab.ops.moe.stored import from_key
 from trimtab.ops.native.library import unavailable
 from trimtab.ops.registry import Implementation, OpCase, Operator
 from trimtab.ops.triton import support as triton
+
+KEPT_BYTES = 128 * 2**20
+"""Up to so many bytes a layer keeps what its activations are computed from, which saves a quarter of
+the products of a training step; beyond, it is computed again."""
 
 
 def experts_grouped(call: ExpertCall) -> Tensor:
@@ -46,7 +50,12 @@ def experts_native(call: ExpertCall) -> Tensor:
 
 
 def experts_case(call: ExpertCall) -> OpCase:
-    """The sizes that the choice of an implementation depends on."""
+    """The sizes that the choice of an implementation depends on, after the arguments were checked.
+
+    Raises:
+        OperatorError: TT111, a shape or dtype is wrong.
+    """
+    check_call(call)
     t, d = call.x.shape
     rank = max((p.rank for p in (call.lora_gate_up, call.lora_down) if p is not None), default=0)
     shapes = {
@@ -101,7 +110,6 @@ def experts_workspace_bytes(case: OpCase) -> int:
 
 
 def _run(call: ExpertCall, native: bool) -> Tensor:
-    check_call(call)
     pairs = (call.lora_gate_up, call.lora_down)
     nothing = call.x.new_empty(0)
     lora = [t for p in pairs for t in ((nothing, nothing) if p is None else (p.A, p.B))]
@@ -113,9 +121,18 @@ def _run(call: ExpertCall, native: bool) -> Tensor:
         present[0].layout if present else "per_expert",
         [spec.beta, spec.linear_beta or 0.0, -1.0 if spec.clamp is None else spec.clamp],
         [value for p in pairs for value in ((0.0, 0.0) if p is None else (p.scaling, p.rate))],
-        [0 if p is None else p.key for p in pairs], native,
+        [0 if p is None else p.key for p in pairs], native, _has_room(call, lora),
     )[0]
     return m
+
+
+def _has_room(call: ExpertCall, lora: Sequence[Tensor]) -> bool:
+    """Whether a backward pass will come, and `pre` of all rows is small enough to be kept for it."""
+    leaves = (call.x, call.weights, *call.gate_up.tensors, *call.down.tensors, *lora)
+    if not torch.is_grad_enabled() or not any(leaf.requires_grad for leaf in leaves):
+        return False
+    elements = call.ids.numel() * 2 * call.width
+    return elements * compute_dtype(call.x).itemsize <= KEPT_BYTES
 
 
 def _rebuild(
@@ -151,11 +168,12 @@ def _forward_op(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: Sequence[Tensor], down: Sequence[Tensor],
     lora: Sequence[Tensor], token_ids: Tensor | None, words: str, layout: str,
     constants: Sequence[float], factors: Sequence[float], keys: Sequence[int], native: bool,
-) -> tuple[Tensor, Tensor]:
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     call = _rebuild(
         x, ids, weights, gate_up, down, lora, token_ids, words, layout, constants, factors, keys
     )
-    return ExpertLoop(call, _kernels(native)).forward()
+    return ExpertLoop(call, _kernels(native)).forward(keep)
 
 
 @_forward_op.register_fake
@@ -163,55 +181,58 @@ def _forward_fake(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: Sequence[Tensor], down: Sequence[Tensor],
     lora: Sequence[Tensor], token_ids: Tensor | None, words: str, layout: str,
     constants: Sequence[float], factors: Sequence[float], keys: Sequence[int], native: bool,
-) -> tuple[Tensor, Tensor]:
-    del ids, weights, gate_up, down, token_ids, words, constants, factors, keys, native
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    del weights, down, token_ids, words, constants, factors, keys, native
     wide = torch.promote_types(x.dtype, torch.float32)
     summed = layout == "shared_outer" and lora[2].numel() > 0
     sums = (x.shape[0], lora[2].shape[-2]) if summed else (0,)
-    return torch.empty_like(x), x.new_empty(sums, dtype=wide)
+    kept = (ids.numel(), math.prod(gate_up[0].shape[1:-1])) if keep else (0,)
+    return torch.empty_like(x), x.new_empty(sums, dtype=wide), x.new_empty(kept, dtype=compute_dtype(x))
 
 
 @custom_op("trimtab::experts_bwd")
 def _backward_op(
-    grad: Tensor, sums: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Sequence[Tensor],
+    grad: Tensor, sums: Tensor, kept: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Sequence[Tensor],
     down: Sequence[Tensor], lora: Sequence[Tensor], token_ids: Tensor | None, words: str,
     layout: str, constants: Sequence[float], factors: Sequence[float], keys: Sequence[int],
-    native: bool, trained: bool,
+    native: bool, keep: bool, trained: bool,
 ) -> list[Tensor]:
     call = _rebuild(
         x, ids, weights, gate_up, down, lora, token_ids, words, layout, constants, factors, keys
     )
-    found = ExpertLoop(call, _kernels(native)).backward(grad, sums, trained)
+    found = ExpertLoop(call, _kernels(native)).backward(grad, sums, kept, trained)
     every = [found.x, found.weights, *found.lora, *found.base]
     return [x.new_empty(0) if each is None else each for each in every]
 
 
 @_backward_op.register_fake
 def _backward_fake(
-    grad: Tensor, sums: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Sequence[Tensor],
+    grad: Tensor, sums: Tensor, kept: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Sequence[Tensor],
     down: Sequence[Tensor], lora: Sequence[Tensor], token_ids: Tensor | None, words: str,
     layout: str, constants: Sequence[float], factors: Sequence[float], keys: Sequence[int],
-    native: bool, trained: bool,
+    native: bool, keep: bool, trained: bool,
 ) -> list[Tensor]:
-    del grad, sums, ids, token_ids, words, layout, constants, factors, keys, native
+    del grad, sums, kept, ids, token_ids, words, layout, constants, factors, keys, native, keep
     base = [gate_up[0], down[0]] if trained else [x.new_empty(0), x.new_empty(0)]
     return [torch.empty_like(each) for each in (x, weights, *lora, *base)]
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     x, ids, weights, gate_up, down, lora, token_ids, *plain = inputs
     ctx.counts, ctx.plain = (len(gate_up), len(down)), plain
     ctx.trained = any(tensors[0].requires_grad for tensors in (gate_up, down))
-    ctx.save_for_backward(x, ids, weights, token_ids, output[1], *gate_up, *down, *lora)
+    ctx.set_materialize_grads(False)  # only the first output is a result
+    ctx.save_for_backward(x, ids, weights, token_ids, output[1], output[2], *gate_up, *down, *lora)
 
 
-def _backward(ctx: Any, grad: Tensor, grad_sums: Tensor | None) -> tuple[Any, ...]:
-    del grad_sums  # the sums are not a result
-    x, ids, weights, token_ids, sums, *rest = ctx.saved_tensors
+def _backward(ctx: Any, grad: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    del others
+    x, ids, weights, token_ids, sums, kept, *rest = ctx.saved_tensors
     n, m = ctx.counts
     gate_up, down, lora = rest[:n], rest[n : n + m], rest[n + m :]
     found = _backward_op(
-        grad, sums, x, ids, weights, gate_up, down, lora, token_ids, *ctx.plain, ctx.trained
+        grad, sums, kept, x, ids, weights, gate_up, down, lora, token_ids, *ctx.plain, ctx.trained
     )
     dx, dw, *dlora, d_gate_up, d_down = found
     base = [
@@ -253,15 +274,15 @@ def _forward_flops(
 
 @register_flop_formula(torch.ops.trimtab.experts_bwd)
 def _backward_flops(
-    grad: Any, sums: Any, x: Any, ids: Any, weights: Any, gate_up: Any, down: Any, lora: Any,
+    grad: Any, sums: Any, kept: Any, x: Any, ids: Any, weights: Any, gate_up: Any, down: Any, lora: Any,
     token_ids: Any, words: str, layout: str, *args: Any, out_shape: Any = None, **kwargs: Any,
 ) -> int:
-    # Gradient of the input as much as the forward pass, gate_up again for the activations; an adapter
-    # is computed again and has two gradients.
+    # Gradient of the input as much as the forward pass, gate_up again where it was not kept; an
+    # adapter is computed again and has two gradients.
     del grad, sums, weights, down, token_ids, words, out_shape, kwargs
     base, low = _products(x, ids, gate_up, lora, layout)
-    trained = bool(args[-1])
-    return 2 * (base + base * 2 // 3 + 3 * low + (base if trained else 0))
+    again = 0 if math.prod(kept) else base * 2 // 3
+    return 2 * (base + again + 3 * low + (base if args[-1] else 0))
 
 
 EXPERTS: Operator[[ExpertCall], Tensor] = Operator(

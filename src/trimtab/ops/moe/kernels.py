@@ -40,9 +40,10 @@ class Kernels(Protocol):
         """Activations [m, F] of pre [m, 2F]."""
 
     def gate_backward(
-        self, spec: ActivationSpec, pre: Tensor, dh: Tensor, weight: Tensor, h: Tensor, dw: Tensor
+        self, spec: ActivationSpec, pre: Tensor, dh: Tensor, weight: Tensor, d_pre: Tensor,
+        h: Tensor, dw: Tensor,
     ) -> None:
-        """`pre` becomes its gradient, `h` the activations, `dw` [m] the gradient of the weights."""
+        """`d_pre` becomes the gradient of `pre`, `h` the activations, `dw` [m] that of the weights."""
 
     def drop(self, x: Tensor, token_ids: Tensor, key: int, rate: float) -> Tensor:
         """x with dropped elements 0 and the others over 1 - rate."""
@@ -74,10 +75,11 @@ class TorchKernels:
         return out.copy_(gate_rows(spec, pre))
 
     def gate_backward(  # noqa: D102
-        self, spec: ActivationSpec, pre: Tensor, dh: Tensor, weight: Tensor, h: Tensor, dw: Tensor
+        self, spec: ActivationSpec, pre: Tensor, dh: Tensor, weight: Tensor, d_pre: Tensor,
+        h: Tensor, dw: Tensor,
     ) -> None:
-        d_pre, value, d_weight = gate_rows_backward(spec, pre, dh, weight)
-        pre.copy_(d_pre)
+        found, value, d_weight = gate_rows_backward(spec, pre, dh, weight)
+        d_pre.copy_(found)
         h.copy_(value)
         dw.copy_(d_weight)
 
@@ -126,15 +128,16 @@ class NativeKernels:
         return out
 
     def gate_backward(  # noqa: D102
-        self, spec: ActivationSpec, pre: Tensor, dh: Tensor, weight: Tensor, h: Tensor, dw: Tensor
+        self, spec: ActivationSpec, pre: Tensor, dh: Tensor, weight: Tensor, d_pre: Tensor,
+        h: Tensor, dw: Tensor,
     ) -> None:
         self._lib.moe_gate_backward(
-            pre.data_ptr(), dh.data_ptr(), weight.data_ptr(), h.data_ptr(), dw.data_ptr(),
-            *dh.shape, *_constants(spec), self._threads,
+            pre.data_ptr(), dh.data_ptr(), weight.data_ptr(), d_pre.data_ptr(), h.data_ptr(),
+            dw.data_ptr(), *dh.shape, *_constants(spec), self._threads,
         )
 
     def drop(self, x: Tensor, token_ids: Tensor, key: int, rate: float) -> Tensor:  # noqa: D102
-        out = torch.empty_like(x)
+        out, token_ids = torch.empty_like(x), token_ids.contiguous()
         self._lib.moe_dropout(
             x.data_ptr(), token_ids.data_ptr(), out.data_ptr(), *x.shape, key % (1 << 64),
             least_kept(rate), 1.0 / (1.0 - rate), self._threads,
@@ -176,7 +179,7 @@ def _typed(lib: ctypes.CDLL) -> ctypes.CDLL:
         "moe_gather": (pointer, pointer, pointer, size, size, count),
         "moe_scatter": (pointer, pointer, pointer, pointer, size, size, count),
         "moe_gate": (pointer, pointer, size, size, *constants, count),
-        "moe_gate_backward": (*[pointer] * 5, size, size, *constants, count),
+        "moe_gate_backward": (*[pointer] * 6, size, size, *constants, count),
         "moe_dropout": (*[pointer] * 3, size, size, ctypes.c_uint64, size, real, count),
         "moe_dots": (*[pointer] * 3, size, size, size, count),
         "moe_product": (*[pointer] * 3, size, size, size, count),

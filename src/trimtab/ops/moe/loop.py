@@ -2,14 +2,15 @@
 
     pre = W1_e x_t (+ lora);  h = act(pre);  y = W2_e h (+ lora);  m_t = sum_e w_te y     e ascending
 
-Kept for the backward pass are the inputs and, for a shared B, the [T, r] sums in front of it; rows
-are gathered and activations computed again, one expert at a time. The base has no gradient unless
-it is trained. Rows of one expert are taken in blocks, so that buffers do not grow with T.
+Kept for the backward pass are the inputs, `pre` where the caller has room for it, and for a shared
+B the [T, r] sums in front of it; rows are gathered and activations computed again, one expert at a
+time. The base has no gradient unless it is trained. Rows of one expert are taken in blocks, so that
+buffers do not grow with T.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,12 +68,13 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Some rows of one expert."""
+    """Some rows of one expert: `size` of them from `begin` on in the order of the experts."""
 
     expert: int
+    begin: int
+    size: int
     tokens: Tensor
     weights: Tensor
-    rows: slice
 
 
 class ExpertLoop:
@@ -96,8 +98,10 @@ class ExpertLoop:
         inner, d = call.width, self.x.shape[1]
         self.x_rows, self.pre = new(rows, d), new(rows, 2 * inner)
         self.h, self.y = new(rows, inner), new(rows, d)
-        self.matrices = (new(2 * inner, d), new(d, inner)) if self._reads_through() else (None, None)
-        self.held: list[tuple[int, Tensor | None]] = [(-1, None), (-1, None)]
+        self.matrices = tuple(
+            _Matrices(source, self.dtype, size, new)
+            for source, size in ((call.gate_up, (2 * inner, d)), (call.down, (d, inner)))
+        )
         self.pairs = tuple(
             None if pair is None else _Pair(pair, self.dtype)
             for pair in (call.lora_gate_up, call.lora_down)
@@ -107,16 +111,28 @@ class ExpertLoop:
         if first is not None and first.shared:
             self.shared_in = self._dropped_tokens(first) @ first.A.flatten(0, -2).mT
 
-    def forward(self) -> tuple[Tensor, Tensor]:
-        """m [T, D] in the dtype of x, and the sums [T, r] in front of a shared B of down, or [0]."""
+    def forward(self, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """m, and what `backward` takes beside it.
+
+        Args:
+            keep: hold `pre` of all rows.
+
+        Returns:
+            m [T, D] in the dtype of x; the sums [T, r] in front of a shared B of down, or [0]; `pre`
+            [T A, 2F], of which the rows of experts count, or [0].
+        """
         x, call = self.x, self.call
         out = torch.zeros(x.shape, dtype=self.wide, device=x.device)
         down = self.pairs[1]
         sums = out.new_zeros(x.shape[0], down.rank) if down is not None and down.shared else None
+        kept = x.new_empty((call.ids.numel(), 2 * call.width) if keep else 0)
         for block in self._blocks():
-            self._activate(block, self._gather(self.x, block, self.x_rows))
-            h, y = self.h[: len(block.tokens)], self.y[: len(block.tokens)]
-            self.k.times_transposed(h, self._matrix(1, block.expert), y)
+            pre = kept[block.begin : block.begin + block.size] if keep else self.pre[: block.size]
+            gathered = self._gather(self.x, block, self.x_rows)
+            self._before_activation(block, gathered, self._inner(block, gathered), pre)
+            h, y = self.h[: block.size], self.y[: block.size]
+            self.k.gate(call.activation, pre, h)
+            self.k.times_transposed(h, self.matrices[1].of(block.expert), y)
             if down is not None:
                 inner = self._dropped(down, h, block) @ down.a(block.expert).mT
                 if sums is None:
@@ -126,17 +142,19 @@ class ExpertLoop:
             self.k.scatter(y, block.tokens, block.weights, out)
         if down is not None and sums is not None:
             out += down.scaling * (sums @ down.B.to(self.wide).mT)
-        return out.to(call.x.dtype), x.new_empty(0, dtype=self.wide) if sums is None else sums
+        sums = out.new_empty(0) if sums is None else sums
+        return out.to(call.x.dtype), sums, kept
 
-    def backward(self, grad: Tensor, sums: Tensor, trained: bool) -> Gradients:
+    def backward(self, grad: Tensor, sums: Tensor, kept: Tensor, trained: bool) -> Gradients:
         """Gradients of x, the weights, A and B of both pairs, and a trained base.
 
         Args:
             grad: of m, [T, D].
             sums: what the forward pass gave beside m.
+            kept: likewise.
             trained: the base needs its gradient.
         """
-        run = _Backward(self, grad.to(self.dtype).contiguous(), sums, trained)
+        run = _Backward(self, grad.to(self.dtype).contiguous(), sums, kept, trained)
         for block in self._blocks():
             run.add(block)
         return run.finish()
@@ -145,46 +163,36 @@ class ExpertLoop:
         widest = max(2 * self.call.width, self.x.shape[1])
         return max(128, min(1024, _BUFFER_BYTES // (widest * self.x.element_size())))
 
-    def _reads_through(self) -> bool:
-        """Whether matrices are converted, and so need memory of their own."""
-        return any(
-            m.tensors[0].dtype is not self.dtype
-            for m in (self.call.gate_up, self.call.down)
-        )
-
     def _blocks(self) -> Iterator[_Block]:
-        begin = 0
+        experts, sizes = [], []
         for expert, count in enumerate(self.counts):
             pieces = -(-count // self.limit)
-            for piece in range(pieces):
-                rows = slice(begin + count * piece // pieces, begin + count * (piece + 1) // pieces)
-                yield _Block(expert, self.tokens[rows], self.weights[rows], rows)
-            begin += count
-
-    def _matrix(self, which: int, expert: int) -> Tensor:
-        held, matrix = self.held[which]
-        if matrix is None or held != expert:  # reading a packed one again costs as much as at first
-            source = self.call.gate_up if which == 0 else self.call.down
-            matrix = source.matrix(expert, self.dtype, self.matrices[which])
-            self.held[which] = (expert, matrix)
-        return matrix
+            experts += [expert] * pieces
+            sizes += [count * (n + 1) // pieces - count * n // pieces for n in range(pieces)]
+        begin = 0
+        rows = zip(experts, sizes, self.tokens.split(sizes), self.weights.split(sizes), strict=True)
+        for expert, size, tokens, weights in rows if sizes else ():
+            yield _Block(expert, begin, size, tokens, weights)
+            begin += size
 
     def _gather(self, x: Tensor, block: _Block, into: Tensor) -> Tensor:
-        return self.k.gather(x, block.tokens, into[: len(block.tokens)])
+        return self.k.gather(x, block.tokens, into[: block.size])
 
-    def _activate(self, block: _Block, x: Tensor) -> Tensor | None:
-        """Fill `pre` and `h` of a block; returns A x of the gate_up adapter."""
-        pre, h = self.pre[: len(x)], self.h[: len(x)]
-        self.k.times_transposed(x, self._matrix(0, block.expert), pre)
-        pair, inner = self.pairs[0], None
-        if pair is not None:
-            inner = self._inner(pair, block, x)
+    def _before_activation(
+        self, block: _Block, x: Tensor, inner: Tensor | None, pre: Tensor
+    ) -> None:
+        """Fill `pre` of a block from its rows and from A x of the adapter."""
+        self.k.times_transposed(x, self.matrices[0].of(block.expert), pre)
+        pair = self.pairs[0]
+        if pair is not None and inner is not None:
             for columns, ranks, b in pair.parts(block.expert, self.call.width):
                 pre[:, columns].addmm_(inner[:, ranks], b.mT, alpha=pair.scaling)
-        self.k.gate(self.call.activation, pre, h)
-        return inner
 
-    def _inner(self, pair: _Pair, block: _Block, x: Tensor) -> Tensor:
+    def _inner(self, block: _Block, x: Tensor) -> Tensor | None:
+        """A x of the gate_up adapter."""
+        pair = self.pairs[0]
+        if pair is None:
+            return None
         if self.shared_in is not None:
             return self.shared_in[block.tokens]
         return self._dropped(pair, x, block) @ pair.a(block.expert).mT
@@ -205,6 +213,26 @@ class ExpertLoop:
         if self.call.token_ids is None:
             raise ValueError("dropout needs the global token numbers of the pack")
         return self.call.token_ids
+
+
+class _Matrices:
+    """One expert's matrix after the other; one that has to be converted is so once in a row."""
+
+    def __init__(
+        self, source: ExpertMatrices, dtype: torch.dtype, size: tuple[int, int],
+        new: Callable[..., Tensor],
+    ) -> None:
+        self._source, self._views = source, source.views(dtype)
+        self._held, self._matrix = -1, new(size if self._views is None else 0)
+
+    def of(self, expert: int) -> Tensor:
+        """[out, in]; valid until that of another expert is asked for."""
+        if self._views is not None:
+            return self._views[expert]
+        if expert != self._held:  # reading a packed one again costs as much as at first
+            self._source.matrix(expert, self._matrix.dtype, self._matrix)
+            self._held = expert
+        return self._matrix
 
 
 class _Pair:
@@ -237,11 +265,13 @@ class _Pair:
 class _Backward:
     """The backward pass of a loop, block by block."""
 
-    def __init__(self, loop: ExpertLoop, grad: Tensor, sums: Tensor, trained: bool) -> None:
-        self.loop, self.grad, self.sums = loop, grad, sums
+    def __init__(
+        self, loop: ExpertLoop, grad: Tensor, sums: Tensor, kept: Tensor, trained: bool
+    ) -> None:
+        self.loop, self.grad, self.sums, self.kept = loop, grad, sums, kept
         call, x = loop.call, loop.x
         self.dx = torch.zeros(x.shape, dtype=loop.wide, device=x.device)
-        self.dw = torch.zeros(call.weights.numel(), dtype=loop.wide, device=x.device)
+        self.dw_rows = torch.empty(len(loop.order), dtype=loop.wide, device=x.device)
         self.dh, self.g_rows = torch.empty_like(loop.h), torch.empty_like(loop.y)
         self.lora = tuple(
             None if tensor is None else torch.zeros_like(tensor)
@@ -251,6 +281,8 @@ class _Backward:
         self.base = tuple(
             torch.zeros_like(m.tensors[0]) if trained else None for m in (call.gate_up, call.down)
         )
+        # Rows of x make `pre` again and meet its gradient in those of A and of the base.
+        self.needs_x = trained or loop.pairs[0] is not None or not kept.numel()
         down = loop.pairs[1]
         self.shared_out = None if down is None or not down.shared else grad @ down.B
         self.d_shared_in = None
@@ -259,21 +291,29 @@ class _Backward:
 
     def add(self, block: _Block) -> None:
         """One block's share of every gradient."""
-        loop, n = self.loop, len(block.tokens)
-        x, g = loop._gather(loop.x, block, loop.x_rows), loop._gather(self.grad, block, self.g_rows)
-        inner = loop._activate(block, x)
-        pre, h, dh = loop.pre[:n], loop.h[:n], self.dh[:n]
-        loop.k.times(g, loop._matrix(1, block.expert), dh)
-        self._down(block, g, h, dh)
-        dw = self.dw.new_empty(n)
-        loop.k.gate_backward(loop.call.activation, pre, dh, block.weights, h, dw)
-        self.dw[loop.order[block.rows]] = dw
+        loop, end = self.loop, block.begin + block.size
+        pre, h, dh = (whole[: block.size] for whole in (loop.pre, loop.h, self.dh))
+        before, x, inner = pre, loop.x_rows[: block.size], None
+        if self.needs_x:
+            loop._gather(loop.x, block, loop.x_rows)
+            inner = loop._inner(block, x)
+        if self.kept.numel():
+            before = self.kept[block.begin : end]
+        else:
+            loop._before_activation(block, x, inner, pre)
+        g = loop._gather(self.grad, block, self.g_rows)
+        loop.k.times(g, loop.matrices[1].of(block.expert), dh)
+        if loop.pairs[1] is not None:
+            loop.k.gate(loop.call.activation, before, h)
+            self._down(block, g, h, dh)
+        dw = self.dw_rows[block.begin : end]
+        loop.k.gate_backward(loop.call.activation, before, dh, block.weights, pre, h, dw)
         if self.base[1] is not None:
             weighted = (h * block.weights.unsqueeze(-1)).to(g.dtype)
             _accumulate(self.base[1][block.expert], g.mT, weighted)
         if self.base[0] is not None:
             _accumulate(self.base[0][block.expert].flatten(0, -2), pre.mT, x)
-        dx = loop.k.times(pre, loop._matrix(0, block.expert), loop.y[:n])
+        dx = loop.k.times(pre, loop.matrices[0].of(block.expert), loop.y[: block.size])
         if inner is not None:
             self._gate_up(block, x, inner, dx)
         loop.k.scatter(dx, block.tokens, None, self.dx)
@@ -292,7 +332,9 @@ class _Backward:
             grad_b = self.lora[3]
             assert grad_b is not None
             _accumulate(grad_b, self.grad.mT, self.sums.to(loop.dtype), down.scaling)
-        dw = self.dw.view(call.weights.shape).to(call.weights.dtype)
+        dw = torch.zeros(call.weights.numel(), dtype=loop.wide, device=loop.x.device)
+        dw[loop.order] = self.dw_rows
+        dw = dw.view(call.weights.shape).to(call.weights.dtype)
         return Gradients(self.dx.to(call.x.dtype), dw, self.lora, (self.base[0], self.base[1]))
 
     def _down(self, block: _Block, g: Tensor, h: Tensor, dh: Tensor) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trimtab.ops.checks import check_floating, check_shape, require
+
 
 @dataclass(frozen=True, slots=True)
 class RouterRule:
@@ -35,7 +37,17 @@ def select_experts(scores: Tensor, bias: Tensor, rule: RouterRule) -> Tensor:
 
     Returns:
         [T, A] int64, ascending in each row, so that sums over experts have one order.
+
+    Raises:
+        OperatorError: TT111, a shape or dtype is wrong, or fewer than A experts are open.
     """
+    check_shape("router.scores", scores, "T E")
+    check_floating("router.scores", scores)
+    experts = scores.shape[1]
+    check_shape("router.bias", bias, "E", {"E": experts})
+    require(experts % rule.groups == 0, "router.groups", f"must divide the {experts} experts", rule.groups)
+    opened = experts if rule.groups == 1 else experts // rule.groups * rule.topk_groups
+    require(rule.top_k <= opened, "router.top_k", f"must be at most the {opened} open experts", rule.top_k)
     choice = scores + bias.to(scores.dtype)
     if rule.groups > 1:
         grouped = choice.unflatten(-1, (rule.groups, -1))

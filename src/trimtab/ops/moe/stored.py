@@ -5,6 +5,7 @@ Knows: dense ones, and that others are packed. Does not know: modules, files, pa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from trimtab.ops.checks import check_floating, require
 from trimtab.ops.packed import PackedMatrices
 
 _DENSE = "dense"
@@ -36,8 +38,14 @@ class ExpertMatrices(Protocol):
     def in_features(self) -> int:
         """Columns of one expert's matrix."""
 
+    def check(self, argument: str) -> None:
+        """Fail with TT111 unless the tensors are what the key says."""
+
     def matrix(self, expert: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """[out, in] of one expert, in `out` where it is given and has to be computed."""
+        """[out, in] of one expert, in `out` where it is given."""
+
+    def views(self, dtype: torch.dtype) -> Sequence[Tensor] | None:
+        """Every expert's [out, in] where they lie in memory in this dtype, else None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +71,29 @@ class DenseMatrices:
     @property
     def out_features(self) -> int:
         """Rows of one expert's matrix, gate and up together."""
-        return self.weight[0].numel() // self.weight.shape[-1]
+        return math.prod(self.weight.shape[1:-1])
 
     @property
     def in_features(self) -> int:
         """Columns of one expert's matrix."""
         return self.weight.shape[-1]
 
+    def check(self, argument: str) -> None:
+        """See `ExpertMatrices`."""
+        check_floating(argument, self.weight)
+        shape = list(self.weight.shape)
+        fits = len(shape) == 3 or (len(shape) == 4 and shape[1] == 2)
+        require(fits, argument, "must have the shape [E, 2, F, D] or [E, D, F]", shape)
+
     def matrix(self, expert: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """[out, in] of one expert; a view of the weight where it has that dtype already."""
+        """[out, in] of one expert; without `out` a view of the weight if it has that dtype."""
         matrix = self.weight[expert].flatten(0, -2)
-        return matrix.to(dtype) if out is None or matrix.dtype is dtype else out.copy_(matrix)
+        return matrix.to(dtype) if out is None else out.copy_(matrix)
+
+    def views(self, dtype: torch.dtype) -> Sequence[Tensor] | None:
+        """Every expert's [out, in], if the weight has this dtype and its elements lie in order."""
+        ready = self.weight.dtype is dtype and self.weight.is_contiguous()
+        return self.weight.flatten(1, -2).unbind(0) if ready else None
 
 
 def from_key(key: str, tensors: Sequence[Tensor]) -> ExpertMatrices:

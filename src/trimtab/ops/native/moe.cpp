@@ -126,11 +126,12 @@ void gate(Act act, const float *pre, float *out, int64_t rows, int64_t f_size, i
 }
 
 template <typename Act>
-void gate_backward(Act act, float *pre, const float *dh, const float *weight, float *h, float *dw,
-                   int64_t rows, int64_t f_size, int threads) {
+void gate_backward(Act act, const float *pre, const float *dh, const float *weight, float *d_pre,
+                   float *h, float *dw, int64_t rows, int64_t f_size, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t row = 0; row < rows; ++row) {
-        float *g = pre + 2 * row * f_size, *u = g + f_size;
+        const float *g = pre + 2 * row * f_size, *u = g + f_size;
+        float *d_g = d_pre + 2 * row * f_size, *d_u = d_g + f_size;
         const float *d = dh + row * f_size;
         const vec w = splat(weight[row]);
         vec sum = splat(0.0f);
@@ -138,9 +139,9 @@ void gate_backward(Act act, float *pre, const float *dh, const float *weight, fl
             const Gated a = act(load_part(g + f, n), load_part(u + f, n));
             const vec value = a.left * a.right, grad = load_part(d + f, n), scaled = grad * w;
             sum += grad * value;
-            store_part(g + f, scaled * a.d_left * a.right, n);
-            store_part(u + f, scaled * a.left * a.d_right, n);
-            if (h) store_part(h + row * f_size + f, value, n);
+            store_part(d_g + f, scaled * a.d_left * a.right, n);
+            store_part(d_u + f, scaled * a.left * a.d_right, n);
+            store_part(h + row * f_size + f, value, n);
         });
         dw[row] = total(sum);
     }
@@ -301,15 +302,15 @@ void moe_gate(const float *pre, float *out, int64_t rows, int64_t f, float beta,
     else gate(SwiGLU{clamp}, pre, out, rows, f, threads);
 }
 
-// pre [rows, 2F] becomes its gradient for dh [rows, F] times weight [rows]; dw[row] = dh . act(pre),
-// and h = act(pre) where h is not null.
-void moe_gate_backward(float *pre, const float *dh, const float *weight, float *h, float *dw,
-                       int64_t rows, int64_t f, float beta, float linear_beta, float clamp,
-                       int threads) {
+// d_pre [rows, 2F], the gradient of pre for dh [rows, F] times weight [rows]; h = act(pre) and
+// dw[row] = dh . h.
+void moe_gate_backward(const float *pre, const float *dh, const float *weight, float *d_pre,
+                       float *h, float *dw, int64_t rows, int64_t f, float beta,
+                       float linear_beta, float clamp, int threads) {
     if (beta > 0)
-        gate_backward(Situ{beta, linear_beta}, pre, dh, weight, h, dw, rows, f, threads);
+        gate_backward(Situ{beta, linear_beta}, pre, dh, weight, d_pre, h, dw, rows, f, threads);
     else
-        gate_backward(SwiGLU{clamp}, pre, dh, weight, h, dw, rows, f, threads);
+        gate_backward(SwiGLU{clamp}, pre, dh, weight, d_pre, h, dw, rows, f, threads);
 }
 
 // x [rows, d] -> out: kept elements times factor, dropped ones 0. See ops/dropout.py.
