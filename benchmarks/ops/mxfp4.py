@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import MIB, Result, interleave, peak_extra_bytes
-from benchmarks.ops.moe import INNER, LARGE, MANY, WIDTH, Sizes, inputs, step
+from benchmarks.ops.moe import INNER, LARGE, MANY, WIDTH, Sizes, clock, inputs, step
 from trimtab.arch.quantization import PackedForm
 from trimtab.arch.spec import ActivationSpec
 from trimtab.models.packed import PackedWeight
@@ -117,13 +117,13 @@ def times(sizes: Sizes, runs: int = 5) -> list[Result]:
         same = all(torch.equal(a, b) for a, b in zip(sides[name](), expected, strict=True))  # type: ignore[arg-type]
         results.append(Result(f"{name} {case}", "equal to decoded matrices", float(same), 1.0))
         sides["float32"] = run_with(x, ids, weights, *decoded)
-    timed = interleave(sides, runs)
+    timed = interleave(sides, runs, clock=clock())
     base = timed.pop("float32").median
     for name, timing in timed.items():
         results.append(Result(
             f"{name} {case}", "time over float32 weights", timing.median / base,
             MAX_RATIO[sizes] if name == "mxfp4" else None, at_least=False,
-            details={"median_s": timing.median, "float32_median_s": base},
+            details={"median_s": timing.median, "float32_median_s": base, "clock": clock().__name__},
         ))
     return results
 
