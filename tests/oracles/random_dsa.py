@@ -5,6 +5,7 @@ and shapes follow hybrid sheet 3.1, 3.3 and 3.4.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import torch
 from .random_tensors import (
     Draw,
     Tensors,
+    draw_indexer,
     draw_latent_kv,
-    draw_latent_q,
     draw_mlp,
+    draw_model,
+    draw_q,
     draw_router,
     save_checkpoint,
 )
@@ -62,20 +65,13 @@ def random_checkpoint(
 ) -> Tensors:
     """Draw every tensor of the released inventory; `dtype` stores those that are BF16 there."""
     draw = Draw(seed, dtype)
-    width = config["hidden_size"]
-    draw.normal("model.embed_tokens.weight", (config["vocab_size"], width), 1.0)
-    for index in range(config["num_hidden_layers"]):
-        _layer(draw, f"model.layers.{index}.", config, index)
-    draw.gain("model.norm.weight", width)
-    draw.linear("lm_head.weight", config["vocab_size"], width)
+    draw_model(draw, "model.", config, partial(_layer, draw, config))
     return draw.tensors
 
 
 def write_checkpoint(path: Path, config: Mapping[str, Any], seed: int) -> Tensors:
     """Write a random float32 checkpoint directory and return its tensors."""
-    tensors = random_checkpoint(config, seed)
-    save_checkpoint(path, config, tensors)
-    return tensors
+    return save_checkpoint(path, config, random_checkpoint(config, seed))
 
 
 def mtp_tensors(config: Mapping[str, Any], seed: int) -> Tensors:
@@ -88,11 +84,11 @@ def mtp_tensors(config: Mapping[str, Any], seed: int) -> Tensors:
     for leaf in ("enorm", "hnorm", "shared_head.norm"):
         draw.gain(f"{at}{leaf}.weight", width)
     draw.linear(f"{at}eh_proj.weight", width, 2 * width)
-    _layer(draw, at, config, index)
+    _layer(draw, config, at, index)
     return draw.tensors
 
 
-def _layer(draw: Draw, at: str, config: Mapping[str, Any], index: int) -> None:
+def _layer(draw: Draw, config: Mapping[str, Any], at: str, index: int) -> None:
     width, inner = config["hidden_size"], config["moe_intermediate_size"]
     draw.gain(f"{at}input_layernorm.weight", width)
     draw.gain(f"{at}post_attention_layernorm.weight", width)
@@ -107,22 +103,11 @@ def _layer(draw: Draw, at: str, config: Mapping[str, Any], index: int) -> None:
 
 
 def _attention(draw: Draw, at: str, config: Mapping[str, Any], index: int) -> None:
-    if config["q_lora_rank"] is None:
-        dim = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
-        rows = config["num_attention_heads"] * dim
-        draw.linear(f"{at}q_proj.weight", rows, config["hidden_size"])
-    else:
-        draw_latent_q(draw, at, config)
+    draw_q(draw, at, config)
     draw_latent_kv(draw, at, config)
     kinds = config.get("indexer_types") or ["full"] * (index + 1)
-    if "index_topk" not in config or kinds[index : index + 1] == ["shared"]:
-        return
-    heads, dim = config["index_n_heads"], config["index_head_dim"]
-    draw.linear(f"{at}indexer.wq_b.weight", heads * dim, config["q_lora_rank"])
-    draw.linear(f"{at}indexer.wk.weight", dim, config["hidden_size"])
-    draw.gain(f"{at}indexer.k_norm.weight", dim)
-    draw.normal(f"{at}indexer.k_norm.bias", (dim,), 0.2)
-    draw.linear(f"{at}indexer.weights_proj.weight", heads, config["hidden_size"])
+    if "index_topk" in config and kinds[index : index + 1] != ["shared"]:
+        draw_indexer(draw, f"{at}indexer.", config)
 
 
 def _glm(layers: int) -> dict[str, Any]:

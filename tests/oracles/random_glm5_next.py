@@ -5,6 +5,7 @@ Names and shapes follow hybrid sheet 3.1 to 3.5; the config is spelled as in the
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from torch import Tensor
 from .random_tensors import (
     Draw,
     Tensors,
-    draw_conv,
-    draw_decay,
+    draw_indexer,
+    draw_kda,
     draw_latent_kv,
     draw_latent_q,
     draw_mlp,
+    draw_model,
     draw_router,
     save_checkpoint,
 )
@@ -84,12 +86,8 @@ def random_checkpoint(
         scale: factor on what enters a gated activation, so that its clamp is reached.
     """
     draw, text = Draw(seed, dtype), config["text_config"]
-    width, at = text["hidden_size"], "model.language_model."
-    draw.normal(f"{at}embed_tokens.weight", (text["vocab_size"], width), 1.0)
-    for index in range(text["num_hidden_layers"]):
-        _layer(draw, f"{at}layers.{index}.", text, index)
-    draw.gain(f"{at}norm.weight", width)
-    draw.linear("lm_head.weight", text["vocab_size"], width)
+    layer = partial(_layer, draw, text)
+    draw_model(draw, "model.language_model.", text, layer)
     if "vision_config" in config:
         _vision(draw, "model.visual.", config["vision_config"])
     for name, tensor in draw.tensors.items():
@@ -102,9 +100,7 @@ def write_checkpoint(
     path: Path, config: Mapping[str, Any], seed: int, *, scale: float = 1.0
 ) -> Tensors:
     """Write a random float32 checkpoint directory and return its tensors."""
-    tensors = random_checkpoint(config, seed, scale=scale)
-    save_checkpoint(path, config, tensors)
-    return tensors
+    return save_checkpoint(path, config, random_checkpoint(config, seed, scale=scale))
 
 
 @dataclass(frozen=True)
@@ -182,14 +178,14 @@ def _block_major(item: Item, merge: int) -> Tensor:
     return blocks.transpose(2, 3).reshape(slices * rows * columns, -1)
 
 
-def _layer(draw: Draw, at: str, text: Mapping[str, Any], index: int) -> None:
+def _layer(draw: Draw, text: Mapping[str, Any], at: str, index: int) -> None:
     width = text["hidden_size"]
     for block in ("attn", "ffn"):
         _hyper(draw, f"{at}hc_{block}_", text)
     draw.gain(f"{at}input_layernorm.weight", width)
     draw.gain(f"{at}post_attention_layernorm.weight", width)
     if text["layer_types"][index] == _KDA:
-        _kda(draw, f"{at}self_attn.", text)
+        draw_kda(draw, f"{at}self_attn.", text)
     else:
         draw_latent_q(draw, f"{at}self_attn.", text)
         draw_latent_kv(draw, f"{at}self_attn.", text)
@@ -210,31 +206,9 @@ def _hyper(draw: Draw, at: str, text: Mapping[str, Any]) -> None:
     draw.normal(f"{at}scale", (3,), 0.2, mean=1.0, dtype=torch.float32)
 
 
-def _kda(draw: Draw, at: str, text: Mapping[str, Any]) -> None:
-    linear, width = text["linear_attn_config"], text["hidden_size"]
-    heads, dim = linear["num_heads"], linear["head_dim"]
-    inner = heads * dim
-    for n in "qkv":
-        draw.linear(f"{at}{n}_proj.weight", inner, width)
-        draw_conv(draw, f"{at}{n}_conv1d.weight", inner, linear["short_conv_kernel_size"])
-    for n in "fg":
-        draw.linear(f"{at}{n}_a_proj.weight", dim, width)
-        draw.linear(f"{at}{n}_b_proj.weight", inner, dim)
-    draw.linear(f"{at}b_proj.weight", heads, width)
-    draw.tensors[f"{at}A_log"], draw.tensors[f"{at}dt_bias"] = draw_decay(
-        draw, heads, inner, (0.5, 4.0)
-    )
-    draw.gain(f"{at}o_norm.weight", dim)
-    draw.linear(f"{at}o_proj.weight", width, inner)
-
-
 def _indexer(draw: Draw, at: str, text: Mapping[str, Any]) -> None:
-    width, heads, dim = text["hidden_size"], text["index_n_heads"], text["index_head_dim"]
-    draw.linear(f"{at}wq_b.weight", heads * dim, text["q_lora_rank"])
-    draw.linear(f"{at}wk.weight", dim, width)
-    draw.gain(f"{at}k_norm.weight", dim)
-    draw.normal(f"{at}k_norm.bias", (dim,), 0.2)
-    draw.linear(f"{at}weights_proj.weight", heads, width)
+    width, dim = text["hidden_size"], text["index_head_dim"]
+    draw_indexer(draw, at, text)
     draw.normal(f"{at}index_kpool_compress_ape", (text["index_kpool"], dim), 1.0)
     draw.linear(f"{at}index_kpool_compress_gate", dim, width)
 

@@ -5,6 +5,7 @@ Names and shapes follow hybrid sheet 3.1 to 3.4.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ import torch
 from .random_tensors import (
     Draw,
     Tensors,
-    draw_conv,
-    draw_decay,
+    draw_kda,
     draw_latent_kv,
-    draw_latent_q,
     draw_mlp,
+    draw_model,
+    draw_q,
     draw_router,
     layer_schedule,
     save_checkpoint,
@@ -71,23 +72,16 @@ def random_checkpoint(
 ) -> Tensors:
     """Draw every tensor of the released inventory; `dtype` stores those that are BF16 there."""
     draw = Draw(seed, dtype)
-    width = config["hidden_size"]
-    draw.normal("model.embed_tokens.weight", (config["vocab_size"], width), 1.0)
-    for index in range(config["num_hidden_layers"]):
-        _layer(draw, f"model.layers.{index}.", config, index)
-    draw.gain("model.norm.weight", width)
-    draw.linear("lm_head.weight", config["vocab_size"], width)
+    draw_model(draw, "model.", config, partial(_layer, draw, config))
     return draw.tensors
 
 
 def write_checkpoint(path: Path, config: Mapping[str, Any], seed: int) -> Tensors:
     """Write a random float32 checkpoint directory and return its tensors."""
-    tensors = random_checkpoint(config, seed)
-    save_checkpoint(path, config, tensors)
-    return tensors
+    return save_checkpoint(path, config, random_checkpoint(config, seed))
 
 
-def _layer(draw: Draw, at: str, config: Mapping[str, Any], index: int) -> None:
+def _layer(draw: Draw, config: Mapping[str, Any], at: str, index: int) -> None:
     width = config["hidden_size"]
     draw.gain(f"{at}input_layernorm.weight", width)
     draw.gain(f"{at}post_attention_layernorm.weight", width)
@@ -100,30 +94,12 @@ def _layer(draw: Draw, at: str, config: Mapping[str, Any], index: int) -> None:
 
 
 def _kda(draw: Draw, at: str, config: Mapping[str, Any]) -> None:
-    linear, width = config["linear_attn_config"], config["hidden_size"]
-    heads, dim = linear["num_heads"], linear["head_dim"]
-    inner = heads * dim
-    for n in "qkv":
-        draw.linear(f"{at}{n}_proj.weight", inner, width)
-        draw_conv(draw, f"{at}{n}_conv1d.weight", inner, linear["short_conv_kernel_size"])
-    for n in "fg":
-        draw.linear(f"{at}{n}_a_proj.weight", dim, width)
-        draw.linear(f"{at}{n}_b_proj.weight", inner, dim)
-    draw.linear(f"{at}b_proj.weight", heads, width)
-    a_log, dt_bias = draw_decay(draw, heads, inner, (0.5, 4.0))
-    draw.tensors[f"{at}A_log"] = a_log.reshape(1, 1, heads, 1)
-    draw.tensors[f"{at}dt_bias"] = dt_bias
-    draw.gain(f"{at}o_norm.weight", dim, torch.float32)
-    draw.linear(f"{at}o_proj.weight", width, inner)
+    draw_kda(draw, at, config, torch.float32)
+    draw.tensors[f"{at}A_log"] = draw.tensors[f"{at}A_log"].reshape(1, 1, -1, 1)
 
 
 def _mla(draw: Draw, at: str, config: Mapping[str, Any]) -> None:
-    if config["q_lora_rank"] is None:
-        dim = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
-        rows = config["num_attention_heads"] * dim
-        draw.linear(f"{at}q_proj.weight", rows, config["hidden_size"])
-    else:
-        draw_latent_q(draw, at, config)
+    draw_q(draw, at, config)
     draw_latent_kv(draw, at, config)
 
 

@@ -6,7 +6,7 @@ bias and decay parameters are away from their trivial values.
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,17 @@ def random_ids(config: Mapping[str, Any], length: int, seed: int) -> list[int]:
 
 def save_checkpoint(
     path: Path, config: Mapping[str, Any], tensors: Tensors, shards: int = 1
-) -> None:
-    """Write `config.json` and safetensors, with an index if sharded (names as K3 sheet 3.3)."""
+) -> Tensors:
+    """Write `config.json` and safetensors, with an index if sharded (names as K3 sheet 3.3).
+
+    Returns:
+        The tensors as they were given.
+    """
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config, indent=1))
     if shards == 1:
         save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-        return
+        return tensors
     weight_map = {}
     for shard in range(shards):
         file = f"model-{shard + 1:05d}-of-{shards:06d}.safetensors"
@@ -45,6 +49,7 @@ def save_checkpoint(
     total = sum(t.numel() * t.element_size() for t in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return tensors
 
 
 class Draw:
@@ -113,6 +118,57 @@ def draw_decay(draw: Draw, heads: int, width: int, rates: tuple[float, float]) -
 def draw_conv(draw: Draw, name: str, width: int, taps: int) -> None:
     """Add one depthwise convolution [width, 1, taps], F32 in the release."""
     draw.normal(name, (width, 1, taps), 0.5, dtype=torch.float32)
+
+
+def draw_model(
+    draw: Draw, at: str, text: Mapping[str, Any], layer: Callable[[str, int], None]
+) -> None:
+    """Add input table, layers, last norm and head; `layer` gets the prefix and number of each."""
+    width = text["hidden_size"]
+    draw.normal(f"{at}embed_tokens.weight", (text["vocab_size"], width), 1.0)
+    for index in range(text["num_hidden_layers"]):
+        layer(f"{at}layers.{index}.", index)
+    draw.gain(f"{at}norm.weight", width)
+    draw.linear("lm_head.weight", text["vocab_size"], width)
+
+
+def draw_kda(
+    draw: Draw, at: str, text: Mapping[str, Any], norm_dtype: torch.dtype | None = None
+) -> None:
+    """Add a KDA layer with low-rank decay and gate, `A_log` [H]."""
+    linear, width = text["linear_attn_config"], text["hidden_size"]
+    heads, dim = linear["num_heads"], linear["head_dim"]
+    inner = heads * dim
+    for n in "qkv":
+        draw.linear(f"{at}{n}_proj.weight", inner, width)
+        draw_conv(draw, f"{at}{n}_conv1d.weight", inner, linear["short_conv_kernel_size"])
+    for n in "fg":
+        draw.linear(f"{at}{n}_a_proj.weight", dim, width)
+        draw.linear(f"{at}{n}_b_proj.weight", inner, dim)
+    draw.linear(f"{at}b_proj.weight", heads, width)
+    decay = draw_decay(draw, heads, inner, (0.5, 4.0))
+    draw.tensors[f"{at}A_log"], draw.tensors[f"{at}dt_bias"] = decay
+    draw.gain(f"{at}o_norm.weight", dim, norm_dtype)
+    draw.linear(f"{at}o_proj.weight", width, inner)
+
+
+def draw_indexer(draw: Draw, at: str, text: Mapping[str, Any]) -> None:
+    """Add the matrices and the key norm of an indexer."""
+    width, heads, dim = text["hidden_size"], text["index_n_heads"], text["index_head_dim"]
+    draw.linear(f"{at}wq_b.weight", heads * dim, text["q_lora_rank"])
+    draw.linear(f"{at}wk.weight", dim, width)
+    draw.gain(f"{at}k_norm.weight", dim)
+    draw.normal(f"{at}k_norm.bias", (dim,), 0.2)
+    draw.linear(f"{at}weights_proj.weight", heads, width)
+
+
+def draw_q(draw: Draw, at: str, text: Mapping[str, Any]) -> None:
+    """Add the query path of MLA, direct or low-rank."""
+    if text["q_lora_rank"] is not None:
+        draw_latent_q(draw, at, text)
+        return
+    dim = text["qk_nope_head_dim"] + text["qk_rope_head_dim"]
+    draw.linear(f"{at}q_proj.weight", text["num_attention_heads"] * dim, text["hidden_size"])
 
 
 def draw_mlp(draw: Draw, at: str, width: int, inner: int) -> None:

@@ -59,11 +59,6 @@ class PackedWeight(nn.Module):
         """The tensors with what they mean, for operators."""
         return PackedMatrices(self.packed, self.scale, self.form, self.num_parts, self._decode)
 
-    @property
-    def out_features(self) -> int:
-        """Rows of one expert's matrix, gate and up together."""
-        return self.matrices.out_features
-
     def matrix(self, expert: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """[out, in] of one expert, decoded into `out` where it is given.
 
@@ -76,15 +71,6 @@ class PackedWeight(nn.Module):
             ValueError: `out` has another shape or dtype.
         """
         return self.matrices.matrix(expert, dtype, out)
-
-    def block(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
-        """[end - begin, out, in] of a range of experts."""
-        matrices = self.matrices
-        shape = (end - begin, matrices.out_features, matrices.in_features)
-        out = torch.empty(shape, dtype=dtype, device=self.packed.device)
-        for expert in range(begin, end):
-            self.matrix(expert, dtype, out[expert - begin])
-        return out
 
     @torch.no_grad()
     def write_packed(

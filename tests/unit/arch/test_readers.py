@@ -102,12 +102,13 @@ def test_vision_is_read_and_supported() -> None:
         ("hidden_act", "gelu", "one of silu, situ"),
         ("dtype", "float16", "one of bfloat16, float32"),
         ("linear_attn_config", [], "an object"),
-        ("num_experts_per_token", 65, "at most num_experts"),
+        ("num_experts_per_token", 65, "at most the experts"),
         ("moe_router_activation_func", "softmax", "sigmoid"),
         ("mla_use_nope", False, "rotary"),
         ("moe_intermediate_size", 48, "multiple of 32"),
         ("routed_expert_hidden_size", 48, "multiple of 32"),
-        ("num_expert_group", 7, "must divide num_experts"),
+        ("num_expert_group", 7, "must divide the 64 routed experts"),
+        ("num_expert_group", 64, "groups of two or more"),
     ],
 )
 def test_a_bad_field_is_named_with_path_value_and_rule(key: str, value: object, words: str) -> None:

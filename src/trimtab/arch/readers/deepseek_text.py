@@ -208,10 +208,7 @@ def read_moe(text: Fields, activation: ActivationSpec) -> MoESpec:
     if text.present("num_experts"):
         text.expect("num_experts", experts, "it repeats n_routed_experts")
     width = text.integer("moe_intermediate_size")
-    groups, kept = text.integer("n_group", default=1), text.integer("topk_group", default=1)
-    if experts % groups or kept > groups or (groups > 1 and experts // groups < 2):
-        rule = f"must divide n_routed_experts ({experts}) into groups of two or more, of which "
-        raise text.fail("n_group", f"{rule}topk_group ({kept}) are kept")
+    groups, kept = kimi_text.read_groups(text, "n_group", experts)
     if top_k > experts // groups * kept:
         raise text.fail("num_experts_per_tok", "must be at most the experts of the kept groups")
     return MoESpec(

@@ -204,15 +204,11 @@ def read_moe(
     text.expect("topk_method", "noaux_tc", "selection adds a bias that carries no weight")
     experts, top_k = text.integer("num_experts"), text.integer("num_experts_per_token")
     width = text.integer("moe_intermediate_size")
-    groups = text.integer("num_expert_group", default=1)
-    kept = text.integer("topk_group", default=1)
-    if not text.boolean("use_grouped_topk", default=True):
-        groups = kept = 1
-    if top_k > experts:
-        raise text.fail("num_experts_per_token", f"must be at most num_experts ({experts})")
-    if experts % groups or kept > groups:
-        rule = f"must divide num_experts ({experts}) and be at least topk_group ({kept})"
-        raise text.fail("num_expert_group", rule)
+    groups, kept = read_groups(
+        text, "num_expert_group", experts, used=text.boolean("use_grouped_topk", default=True)
+    )
+    if top_k > experts // groups * kept:
+        raise text.fail("num_experts_per_token", "must be at most the experts of the kept groups")
     return MoESpec(
         num_experts=experts,
         top_k=top_k,
@@ -225,6 +221,28 @@ def read_moe(
         topk_groups=kept,
         latent=latent,
     )
+
+
+def read_groups(text: Fields, key: str, experts: int, *, used: bool = True) -> tuple[int, int]:
+    """Groups of experts, and how many of them a token keeps.
+
+    Args:
+        text: the text config.
+        key: its field with the number of groups.
+        experts: number of routed experts.
+        used: whether the config groups them at all.
+
+    Raises:
+        ArchError: groups that do not divide the experts, or hold fewer than the two whose scores
+            are the group's, or fewer groups than are kept.
+    """
+    groups, kept = text.integer(key, default=1), text.integer("topk_group", default=1)
+    if not used:
+        return 1, 1
+    if experts % groups or kept > groups or (groups > 1 and experts // groups < 2):
+        raise text.fail(key, f"must divide the {experts} routed experts into groups of two or more, "
+                        f"of which topk_group ({kept}) are kept")
+    return groups, kept
 
 
 def build_layers(
