@@ -16,6 +16,7 @@ from trimtab.plan.planner import Plan, make_plan
 from trimtab.plan.report import Extras, parallel_yaml, plan_as_dict
 from trimtab.plan.search import GOALS
 from trimtab.plan.serving_plan import plan_serving, serving_as_dict
+from trimtab.plan.workload import left_out
 
 app = typer.Typer(add_completion=False)
 
@@ -107,7 +108,8 @@ def _extras(flags: Flags, asked: Recipe | None, answer: Plan) -> Extras:
         return Extras(capacities=rows)
     from trimtab.cli.plan_data import plan_job  # tokenizers only with a recipe
 
-    return Extras(job=plan_job(asked, answer, flags.price), capacities=rows)
+    job = plan_job(asked, answer, flags.price)
+    return Extras(job=job, capacities=rows, notes=left_out(asked))
 
 
 def _write_section(out: Path, flags: Flags, answer: Plan) -> None:

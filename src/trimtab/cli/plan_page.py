@@ -48,6 +48,8 @@ def render_plan(plan: Plan, extras: Extras, console: Console) -> None:
     if not question.outline.is_trained:
         console.print("this family is planned only; Trimtab does not train it", style="yellow")
     console.print(_grade(plan.worst_grade, plan.weak_inputs), style="dim")
+    for note in extras.notes:
+        console.print(f"not planned: {note}", style="yellow")
     console.print()
     if plan.best is None:
         _no_plan(plan, console)

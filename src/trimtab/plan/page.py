@@ -54,7 +54,7 @@ def plan_page(plan: Plan, extras: Extras | None = None) -> str:
         "weak": input_names(plan.weak_inputs),
         "coverage": words, "limit": plan.binding_limit, "dispatcher": why_dispatcher(plan),
         "changes": [f"{c.text}: {format_bytes(c.memory)} per rank" for c in plan.changes],
-        "tiles": [], "memory_chart": None, "time_chart": None, "legend": [],
+        "notes": extras.notes, "tiles": [], "memory_chart": None, "time_chart": None, "legend": [],
         "capacities": capacity_rows(extras.capacities), "capacity_columns": COLUMNS,
         "job": job_rows(extras.job, datetime.now()) if extras.job is not None else None,
     }

@@ -37,10 +37,12 @@ class Extras:
     Args:
         job: the whole job of a recipe.
         capacities: what capacity factors drop and save.
+        notes: what the recipe asks for and the plan does not count.
     """
 
     job: WholeJob | None = None
     capacities: tuple[CapacityRow, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def plan_as_dict(plan: Plan, extras: Extras | None = None) -> dict[str, object]:
@@ -73,6 +75,7 @@ def plan_as_dict(plan: Plan, extras: Extras | None = None) -> dict[str, object]:
         "layouts": [_layout(plan, c) for c in shown if c is not None],
         "layouts_tried": plan.found.tried,
         "job": None if extras.job is None else job_as_dict(extras.job),
+        "not_planned": list(extras.notes),
         "capacity_factors": [asdict(row) for row in extras.capacities],
     }
 

@@ -94,6 +94,18 @@ def workload_of(recipe: Recipe, volume: Volume | None, tokens_per_step: int) -> 
     )
 
 
+def left_out(recipe: Recipe) -> tuple[str, ...]:
+    """What a recipe asks for that a plan does not count, in words."""
+    tune, notes = recipe.finetune, []
+    if tune.lora.overrides or tune.lora.moe_rank_scaling:
+        notes.append(f"ranks of single branches: all adapters are planned with rank {tune.lora.rank}")
+    if tune.router.train == "full":
+        notes.append("routers: planned as frozen, the recipe trains them")
+    if tune.vision.projector == "full":
+        notes.append("the projector: planned as frozen, the recipe trains it")
+    return tuple(notes)
+
+
 def _words(recipe: Recipe, volume: Volume | None, steps: int, tokens_per_step: int) -> str:
     if volume is None:
         return ""

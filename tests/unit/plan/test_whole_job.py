@@ -20,7 +20,7 @@ from trimtab.plan.question import Question
 from trimtab.plan.report import Extras, job_as_dict, job_rows
 from trimtab.plan.search import Limits
 from trimtab.plan.whole_job import WholeJob, whole_job
-from trimtab.plan.workload import Volume, Workload, workload_of
+from trimtab.plan.workload import Volume, Workload, left_out, workload_of
 
 RECIPE = {
     "model": {"path": "m"}, "output": "o",
@@ -158,3 +158,12 @@ def test_the_end_is_told_with_its_band(k3: Plan) -> None:
     text = rows["begun Tue 2026-12-01 08:00, it ends"]
     end = datetime(2026, 12, 1, 8, 0) + timedelta(hours=job.total_hours)
     assert text.startswith(f"{end:%a %Y-%m-%d %H:%M} (")
+
+
+def test_what_a_plan_leaves_out_is_said() -> None:
+    assert left_out(recipe()) == ()
+    found = left_out(recipe(
+        lora={"overrides": {"linear_attention": {"rank": 4}}}, router={"train": "full"},
+        vision={"projector": "full"},
+    ))
+    assert len(found) == 3 and "rank 32" in found[0] and "routers" in found[1]
