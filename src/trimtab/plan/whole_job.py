@@ -13,7 +13,7 @@ from trimtab.plan.planner import Plan
 from trimtab.plan.reliability import Saving, saving
 from trimtab.plan.serving import ServingModel
 from trimtab.plan.stages import Stage
-from trimtab.plan.states import States
+from trimtab.plan.states import States, base_bytes
 from trimtab.plan.workload import Workload
 
 # Imports, kernels compiled and first collectives: of one host, and again for each doubling.
@@ -77,7 +77,9 @@ def whole_job(plan: Plan, work: Workload, price: float | None = None) -> WholeJo
     here = min(question.ranks, cluster.ranks_per_host)
     hosts = ceil(question.ranks / cluster.ranks_per_host)
     stored = float(sum(outline.stored_bytes.values()))
-    per_host = min(stored, best.memory.lines["base_weights"] * here)
+    # As it is kept: a conversion to another dtype changes the bytes that are written and loaded.
+    base = sum(base_bytes(outline, question.job, param) for param in outline.params)
+    per_host = min(base, best.memory.lines["base_weights"] * here)
     saved = saved_state_bytes(plan)
     disk = cluster.storage_bandwidth.value
     load = per_host / disk + _STARTUP_SECONDS * (1 + log2(hosts))
@@ -86,7 +88,7 @@ def whole_job(plan: Plan, work: Workload, price: float | None = None) -> WholeJo
     reads = best.tokens_per_second * (forward + backward) / max(1e-12, forward)
     seconds = {
         "download": stored / cluster.download_bandwidth.value,
-        "conversion": 2 * stored / hosts / disk,
+        "conversion": (stored + base) / hosts / disk,
         "load": load,
         "training": work.steps * best.step.seconds / (1 - min(0.9, save.waste)),
         "validation": work.validation_tokens / reads,
@@ -104,7 +106,7 @@ def whole_job(plan: Plan, work: Workload, price: float | None = None) -> WholeJo
         band_hours=(fixed + min(ratios) * (total - fixed), fixed + max(ratios) * (total - fixed)),
         saving=save, saved_bytes=saved,
         host_memory=here * (_PROCESS_BYTES + best.memory.host) + 2 * stored / outline.num_layers,
-        host_disk=per_host + work.saved_states * saved / hosts, shared_storage=2 * stored,
+        host_disk=per_host + work.saved_states * saved / hosts, shared_storage=stored + base,
         host_has=(cluster.host_memory.value, cluster.host_disk.value),
         cost=None if rate is None else rate * question.ranks * rented, currency=cluster.currency,
     )

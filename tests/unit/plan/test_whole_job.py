@@ -69,6 +69,13 @@ def test_download_and_conversion_move_the_release(k3: Plan) -> None:
     assert job.shared_storage == 2 * 1560860324864
 
 
+def test_a_base_in_bf16_is_more_to_convert_and_to_store(k3: Plan) -> None:
+    question = replace(k3.question, ranks=256, job=replace(k3.question.job, base_dtype="bf16"))
+    plain = job_of(make_plan(replace(question, limits=Limits())))
+    assert plain.shared_storage == pytest.approx(1560860324864 + 5.56e12, rel=0.01)
+    assert plain.hours["download"] == job_of(k3).hours["download"]
+
+
 def test_a_saved_state_is_parameters_and_moments_of_the_adapter(k3: Plan) -> None:
     outline, adapters = k3.question.outline, k3.question.job.adapters
     assert adapters is not None
