@@ -24,7 +24,6 @@ import json
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 for _absent in ("fla", "causal_conv1d", "kernels"):
@@ -41,6 +40,7 @@ CLASSES = {
     "deepseek_v32": "DeepseekV32ForCausalLM",
     "glm_moe_dsa": "GlmMoeDsaForCausalLM",
     "glm5_next": "Glm5NextForConditionalGeneration",
+    "kimi_k25": "Kimi_K25ForConditionalGeneration",
 }
 
 
@@ -54,9 +54,11 @@ class _Float64Torch:
         return getattr(torch, name)
 
 
-def mean_float64_by_float32(modeling: ModuleType) -> None:
-    """Make every float32 cast of the modelling module a float64 cast (for good)."""
-    modeling.torch = _Float64Torch()  # type: ignore[attr-defined]
+def mean_float64_by_float32(model: torch.nn.Module) -> None:
+    """Make every float32 cast of the model's modelling modules a float64 cast (for good)."""
+    for name in {type(module).__module__ for module in model.modules()}:
+        if name.startswith("transformers.models."):
+            sys.modules[name].torch = _Float64Torch()  # type: ignore[attr-defined]
     torch.Tensor.float = torch.Tensor.double
 
 
@@ -75,7 +77,7 @@ def load(path: Path, dtype: torch.dtype) -> torch.nn.Module:
     model.set_experts_implementation("eager")
     if dtype is torch.float64:
         model.double()
-        mean_float64_by_float32(modeling)
+        mean_float64_by_float32(model)
     wrong = [n for n, t in model.state_dict().items() if t.dtype != dtype]
     if wrong:
         raise ValueError(f"{path}: not {dtype} after loading: {wrong}")
@@ -158,12 +160,13 @@ def run_sequences(
 def released_gradients(model: torch.nn.Module, path: Path) -> dict[str, torch.Tensor]:
     """Return the gradient for every tensor name of the checkpoint (hybrid sheet 3.8).
 
-    The selection bias is a buffer and has none. A parameter without a gradient counts as zero.
+    The selection bias is a buffer and has none, and neither has a tower that no text reaches. Any other
+    parameter without a gradient counts as zero.
     """
     parameters = dict(model.named_parameters())
     out = {}
     for name in _tensor_names(path):
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith("e_score_correction_bias") or name.startswith(_CARRIED):
             continue
         memory, part = _in_memory(name)
         parameter = parameters[memory]
@@ -180,6 +183,7 @@ def _tensor_names(path: Path) -> list[str]:
     return names
 
 
+_CARRIED = ("vision_tower.", "mm_projector.")
 _EXPERT_PARTS = {
     "w1": ("gate_up_proj", 0), "w3": ("gate_up_proj", 1), "w2": ("down_proj", None),
     "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1),
@@ -190,7 +194,8 @@ Part = tuple[str, int, int | None]
 
 def _in_memory(name: str) -> tuple[str, Part | None]:
     """Return the name of the parameter in memory, and which part of it the tensor is."""
-    name = name.replace(".block_sparse_moe.", ".mlp.")
+    name = re.sub(r"^language_model\.(model)", r"\1.language_model", name)
+    name = name.removeprefix("language_model.").replace(".block_sparse_moe.", ".mlp.")
     name = re.sub(r"\.hc_(attn|ffn)_(\w+)$", r".\1_hc.\2", name)
     name = re.sub(
         r"self_attn\.(f_a_proj|f_b_proj|dt_bias|A_log)", r"self_attn.forget_gate.\1", name

@@ -14,7 +14,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tests.oracles import naive_k3, random_dsa, random_glm5_next, random_k3, random_kimi_linear
+from tests.oracles import (
+    naive_k3,
+    random_dsa,
+    random_glm5_next,
+    random_k3,
+    random_kimi_k25,
+    random_kimi_linear,
+)
 from tests.oracles.random_tensors import random_ids, save_checkpoint
 from tests.oracles.run_hf import run_hf
 from tests.support.compare import relative_error
@@ -67,6 +74,13 @@ def dsa(folder: Path, dtype: str, family: str, **fields: object) -> Reference:
     """Write a checkpoint to `folder` and run transformers on it."""
     config = random_dsa.tiny_config(family, **fields)
     random_dsa.write_checkpoint(folder, config, seed=SEED)
+    return hf_reference(folder, [random_ids(config, n, seed=n) for n in LENGTHS], dtype)
+
+
+def kimi_k25(folder: Path, dtype: str, **fields: object) -> Reference:
+    """Write a checkpoint to `folder` and run transformers on it, text only."""
+    config = random_kimi_k25.tiny_config(**fields)
+    random_kimi_k25.write_checkpoint(folder, config, seed=SEED)
     return hf_reference(folder, [random_ids(config, n, seed=n) for n in LENGTHS], dtype)
 
 
@@ -161,6 +175,7 @@ CASES: dict[str, Callable[[Path, str], Reference]] = {
     "deepseek_v3": lambda f, d: dsa(f, d, "deepseek_v3"),
     "deepseek_v32": lambda f, d: dsa(f, d, "deepseek_v32"),
     "glm_moe_dsa, shared selections": lambda f, d: dsa(f, d, "glm_moe_dsa"),
+    "kimi_k25": lambda f, d: kimi_k25(f, d),
     "glm5_next": lambda f, d: glm5_next(f, d),
     "glm5_next, a shared selection": lambda f, d: glm5_next(f, d, kinds="KSsK"),
     "glm5_next, pools of 2, images and videos": lambda f, d: glm5_next(

@@ -37,7 +37,7 @@ def main() -> None:
     # After the last model is built: float64 must not reach the constants that are made then.
     for model in models:
         model.double()
-        mean_float64_by_float32(sys.modules[type(model.get_base_model()).__module__])
+        mean_float64_by_float32(model)
     for job, model in zip(jobs, models, strict=True):
         logits = model(input_ids=torch.tensor([job["ids"]]), use_cache=False).logits[0]
         names = [name for name, _ in model.named_parameters()]

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.oracles import random_dsa, random_glm5_next, random_kimi_linear
+from tests.oracles import random_dsa, random_glm5_next, random_kimi_k25, random_kimi_linear
 from tests.oracles.random_tensors import random_ids
 from trimtab.arch.adapter import resolve_targets
 from trimtab.arch.load import read_arch
@@ -26,7 +26,7 @@ from trimtab.checkpoint.merge import export_adapter
 from trimtab.verify.logits import sequence_logits
 from trimtab.verify.tolerances import limit
 
-# Slow: one process of transformers and peft for all 35 adapters.
+# Slow: one process of transformers and peft for all 42 adapters.
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 FFN = ["dense_ffn", "shared_experts"]
@@ -76,6 +76,12 @@ def glm5_next(folder: Path) -> list[int]:
     return random_glm5_next.random_words(config, 30, seed=5)
 
 
+def kimi_k25(folder: Path) -> list[int]:
+    config = random_kimi_k25.tiny_config()
+    random_kimi_k25.write_checkpoint(folder, config, seed=1)
+    return random_ids(config, 30, seed=5)
+
+
 def dsa(family: str) -> Callable[[Path], list[int]]:
     def write(folder: Path) -> list[int]:
         config = random_dsa.tiny_config(family)
@@ -87,7 +93,8 @@ def dsa(family: str) -> Callable[[Path], list[int]]:
 
 FAMILIES: dict[str, Callable[[Path], list[int]]] = {
     "deepseek_v3": dsa("deepseek_v3"), "deepseek_v32": dsa("deepseek_v32"),
-    "glm_moe_dsa": dsa("glm_moe_dsa"), "glm5_next": glm5_next, "kimi_linear": kimi_linear,
+    "glm_moe_dsa": dsa("glm_moe_dsa"), "glm5_next": glm5_next, "kimi_k25": kimi_k25,
+    "kimi_linear": kimi_linear,
 }
 
 
