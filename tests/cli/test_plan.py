@@ -153,6 +153,21 @@ def test_a_planned_recipe_is_not_yet_run_on_one_device(
     assert "several devices" in capsys.readouterr().err
 
 
+def test_a_price_tells_the_cost_of_a_million_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "--model", config(tmp_path), "--cluster", "h100", "--devices", "8"]
+    assert run([*words, "--price", "3.6", "--json"]) == 0
+    for layout in json.loads(capsys.readouterr().out)["layouts"]:
+        cost = 8 * 3.6 / 3600 / layout["tokens_per_second"] * 1e6
+        assert layout["cost_per_million_tokens"] == pytest.approx(cost)
+    assert run([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layouts"][0]["cost_per_million_tokens"] is None
+    for flag in ([], ["--serve"]):
+        assert run([*words, "--price", "3.6", *flag]) == 0
+        assert "USD per million tokens" in capsys.readouterr().out
+
+
 def test_overrides_need_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "--model", "kimi-k3", "--set", "seed=1"]) == 2
     assert "--set" in (text := capsys.readouterr().err) and "needs a recipe" in text
@@ -161,7 +176,7 @@ def test_overrides_need_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--price", "2"], "--price (2.0): needs a recipe"), (["--adapters", "2"], "needs --serve"),
+        (["--adapters", "2"], "needs --serve"),
         (["--serve", "--tp", "2"], "--tp (2): has no meaning beside --serve"),
         (["--serve", "--html", "x"], "--html (x): has no meaning"),
         (["--calibrate", "--cluster", "h200"], "--cluster (h200): has no meaning beside --calibrate"),

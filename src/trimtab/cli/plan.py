@@ -108,7 +108,7 @@ def _extras(flags: Flags, asked: Recipe | None, answer: Plan) -> Extras:
         return Extras(capacities=rows)
     from trimtab.cli.plan_data import plan_job  # tokenizers only with a recipe
 
-    job = plan_job(asked, answer, flags.price)
+    job = plan_job(asked, answer)
     return Extras(job=job, capacities=rows, notes=left_out(asked))
 
 

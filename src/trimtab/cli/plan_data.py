@@ -12,7 +12,7 @@ from trimtab.plan.whole_job import WholeJob, whole_job
 from trimtab.plan.workload import workload_of
 
 
-def plan_job(recipe: Recipe, answer: Plan, price: float | None) -> WholeJob:
+def plan_job(recipe: Recipe, answer: Plan) -> WholeJob:
     """Plan the whole job; where data or tokenizer are not here, a note says so."""
     try:
         volume = measure_volume(recipe)
@@ -21,4 +21,4 @@ def plan_job(recipe: Recipe, answer: Plan, price: float | None) -> WholeJob:
         sys.stderr.write(f"note: data not counted: {error.message.splitlines()[0]}\n")
     question = answer.question
     tokens = question.job.seq_len * question.job.global_batch
-    return whole_job(answer, workload_of(recipe, volume, tokens), price)
+    return whole_job(answer, workload_of(recipe, volume, tokens))

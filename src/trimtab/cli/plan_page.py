@@ -12,10 +12,12 @@ from rich.text import Text
 from trimtab.plan.capacity import COLUMNS, capacity_rows
 from trimtab.plan.memory import ALLOCATED, OUTSIDE, StageMemory
 from trimtab.plan.planner import Plan
+from trimtab.plan.question import Question
 from trimtab.plan.report import (
     Extras,
     input_names,
     job_rows,
+    million_cost,
     parallel_yaml,
     time_lines,
     why_dispatcher,
@@ -58,6 +60,7 @@ def render_plan(plan: Plan, extras: Extras, console: Console) -> None:
     console.print(Text.assemble(("limit  ", "dim"), plan.binding_limit))
     if reason := why_dispatcher(plan):
         console.print(Text.assemble(("dispatcher  ", "dim"), reason))
+    _cost(question, plan.best.tokens_per_second, "trained on", console)
     console.print()
     console.print(_memory(plan.stages, capacity(question.cluster)))
     console.print(_time(plan))
@@ -175,12 +178,20 @@ def render_serving(plan: ServingPlan, console: Console) -> None:
     console.print(_table(COLUMNS_OF_SERVING, [layout_row(x) for x in plan.layouts[:_LAYOUTS]]))
     console.print("adapters: as many as there is room for", style="dim")
     best, limit = plan.layouts[0], capacity(question.cluster)
+    _cost(question, best.tokens_per_second, "written", console)
     rows = [(name.replace("_", " "), format_bytes(size)) for name, size in best.memory.items() if size]
     total = sum(best.memory.values())
     rows.append(("total", f"{format_bytes(total)} of {format_bytes(limit)}"))
     console.print(_table(("memory of a rank of the first", "bytes"), rows))
     shares = [(n, f"{s / best.decode_seconds:.1%}") for n, s in best.decode_parts.items() if s]
     console.print(_table(("time between two tokens goes into", "share"), shares))
+
+
+def _cost(question: Question, tokens_per_second: float, done: str, console: Console) -> None:
+    cost = million_cost(question, tokens_per_second)
+    if cost is not None:
+        words = f"{cost:.3g} {question.cluster.currency} per million tokens {done}"
+        console.print(Text.assemble(("cost  ", "dim"), words))
 
 
 def _grade(grade: str, weak: tuple[str, ...]) -> str:

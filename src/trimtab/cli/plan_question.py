@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import cast, get_args
 
@@ -67,7 +67,7 @@ class Flags:
 
 # Flags that mean nothing where these others do, or do not, stand.
 _TRAINING = ("pp", "tp", "cp", "ep", "dp_shard", "stages", "dispatcher", "recompute", "histogram",
-             "price", "html", "out")
+             "html", "out")
 _OF_CALIBRATE = ("devices", "out", "as_json", "calibrate", "method", "goal")
 
 
@@ -86,7 +86,7 @@ def check_flags(flags: Flags) -> None:
     else:
         needs = {"adapters": "needs --serve"}
     if flags.recipe is None:
-        needs |= {"overrides": "needs a recipe", "price": "needs a recipe"}
+        needs["overrides"] = "needs a recipe"
     for name, rule in needs.items():
         if name in given:
             flag = "--set" if name == "overrides" else f"--{name.replace('_', '-')}"
@@ -114,6 +114,8 @@ def ask(flags: Flags, recipe: Recipe | None) -> Question:
     """
     named = flags.cluster or (recipe.cluster if recipe else None)
     machine = load_cluster(_required(named, "--cluster", "h200"))
+    if flags.price is not None:
+        machine = replace(machine, price=flags.price)
     model = flags.model or (recipe.model.path if recipe else None)
     outline = resolve_outline(_required(model, "--model", "a directory with config.json"))
     tune = recipe.finetune if recipe else None

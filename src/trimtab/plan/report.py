@@ -16,6 +16,7 @@ from trimtab.plan.memory import FRAGMENTATION_BAND, StageMemory
 from trimtab.plan.network import distinct_groups
 from trimtab.plan.placement import Degrees
 from trimtab.plan.planner import Plan, limits_in_order
+from trimtab.plan.question import Question
 from trimtab.plan.search import Candidate, capacity
 from trimtab.plan.whole_job import WholeJob
 from trimtab.units import format_bytes, format_count, format_seconds
@@ -78,6 +79,12 @@ def plan_as_dict(plan: Plan, extras: Extras | None = None) -> dict[str, object]:
         "not_planned": list(extras.notes),
         "capacity_factors": [asdict(row) for row in extras.capacities],
     }
+
+
+def million_cost(question: Question, tokens_per_second: float) -> float | None:
+    """Cost of a million tokens on all ranks, in the cluster's currency; None without a price."""
+    price = question.cluster.price
+    return None if price is None else price * question.ranks / 3600 / tokens_per_second * 1e6
 
 
 def job_as_dict(job: WholeJob) -> dict[str, object]:
@@ -148,6 +155,7 @@ def _layout(plan: Plan, c: Candidate) -> dict[str, object]:
         "step_time_s": c.step.seconds,
         "step_parts_s": c.step.parts,
         "tokens_per_second": c.tokens_per_second,
+        "cost_per_million_tokens": million_cost(plan.question, c.tokens_per_second),
         "exposed_all_to_all_share": c.step.exposed_exchange_share,
         "worst_input_grade": plan.worst_grade,
     }

@@ -11,6 +11,7 @@ from trimtab.config.cluster import Grade
 from trimtab.plan.grades import memory_grades, used_grades, worst_of
 from trimtab.plan.placement import describe_ranks, require_ranks
 from trimtab.plan.question import Question
+from trimtab.plan.report import million_cost
 from trimtab.plan.search import capacity
 from trimtab.plan.serving import ServingLayout, ServingModel
 from trimtab.units import format_bytes, format_count, format_seconds
@@ -99,6 +100,7 @@ def serving_as_dict(plan: ServingPlan) -> dict[str, object]:
                 "requests": x.requests, "decode_seconds": x.decode_seconds,
                 "decode_parts_s": x.decode_parts, "tokens_per_second": x.tokens_per_second,
                 "prefill_tokens_per_second": x.prefill_tokens_per_second,
+                "cost_per_million_tokens": million_cost(q, x.tokens_per_second),
                 "worst_input_grade": plan.worst_grade,
             }
             for x in plan.layouts

@@ -63,13 +63,12 @@ class WholeJob:
         return sum(self.hours.values())
 
 
-def whole_job(plan: Plan, work: Workload, price: float | None = None) -> WholeJob:
+def whole_job(plan: Plan, work: Workload) -> WholeJob:
     """Plan the whole job.
 
     Args:
         plan: with a layout.
         work: steps, validation and evaluation.
-        price: per rank and hour; the cluster's where left out.
     """
     best, question = plan.best, plan.question
     assert best is not None, "a job is planned where there is a layout"
@@ -99,7 +98,6 @@ def whole_job(plan: Plan, work: Workload, price: float | None = None) -> WholeJo
     total = sum(hours.values())
     fixed = sum(hours[name] for name in _FIXED)
     ratios = [band.step_seconds / best.step.seconds for band in plan.bands]
-    rate = price if price is not None else cluster.price
     rented = total - hours["download"] - hours["conversion"]
     return WholeJob(
         work=work, tokens=work.steps * work.tokens_per_step, hours=hours,
@@ -108,7 +106,7 @@ def whole_job(plan: Plan, work: Workload, price: float | None = None) -> WholeJo
         host_memory=here * (_PROCESS_BYTES + best.memory.host) + 2 * stored / outline.num_layers,
         host_disk=per_host + work.saved_states * saved / hosts, shared_storage=stored + base,
         host_has=(cluster.host_memory.value, cluster.host_disk.value),
-        cost=None if rate is None else rate * question.ranks * rented, currency=cluster.currency,
+        cost=None if cluster.price is None else cluster.price * question.ranks * rented, currency=cluster.currency,
     )
 
 

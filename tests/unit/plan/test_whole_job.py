@@ -41,7 +41,8 @@ def k3() -> Plan:
 
 def job_of(plan: Plan, price: float | None = None, **values: float) -> WholeJob:
     work = replace(Workload(100, 2**22), **values)  # type: ignore[arg-type]
-    return whole_job(plan, work, price)
+    cluster = replace(plan.question.cluster, price=price)
+    return whole_job(replace(plan, question=replace(plan.question, cluster=cluster)), work)
 
 
 def recipe(**values: object) -> Recipe:
