@@ -27,7 +27,8 @@ INDEX_NAME = "model.safetensors.index.json"
 GGUF_SUFFIX = ".gguf"
 MAX_JSON_BYTES = 256 * 2**20
 _SAMPLE_BYTES = 4096
-_SAMPLES = 1024
+_SAMPLES = 32  # of each kind of tensor
+_NUMBER = re.compile(r"\d+")
 _REMOTE_THREADS = 8
 
 
@@ -155,15 +156,19 @@ class Source:
         """Hash of what the checkpoint holds, however it is cut into files.
 
         It covers name, dtype and shape of every tensor in the order of names, and 4 KiB from the
-        middle of every tensor, or of 1,024 tensors evenly spread over that order where there are
-        more. So the same weights have the same fingerprint in any layout, and weights of another
-        stored form have another one.
+        middle of 32 tensors of each kind, evenly spread over that order, or of all where there are
+        fewer; a kind are names that differ in numbers only, so that many experts do not hide a
+        changed projection. The same weights have the same fingerprint in any layout, and weights of
+        another stored form have another one.
         """
         digest = hashlib.sha256()
         entries = sorted(self.entries().items())
         for name, entry in entries:
             digest.update(f"{name} {entry.dtype} {list(entry.shape)}\n".encode())
-        sample = entries[:: max(1, -(-len(entries) // _SAMPLES))]
+        kinds: dict[str, list[tuple[str, TensorEntry]]] = {}
+        for item in entries:
+            kinds.setdefault(_NUMBER.sub("#", item[0]), []).append(item)
+        sample = [item for kind in kinds.values() for item in kind[:: -(-len(kind) // _SAMPLES)]]
         threads = 1 if isinstance(self.store, LocalStore) else _REMOTE_THREADS
         with ThreadPoolExecutor(threads) as pool:
             for middle in pool.map(lambda item: self._middle(*item), sample):

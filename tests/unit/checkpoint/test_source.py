@@ -110,6 +110,19 @@ def test_fingerprint_follows_the_bytes(tmp_path: Path) -> None:
     assert open_source(root).fingerprint() != before
 
 
+def test_many_experts_do_not_hide_another_projection(tmp_path: Path) -> None:
+    found = set()
+    for changed in (None, "layers.1.q_proj", "layers.0.norm"):
+        names = [f"layers.{i}.experts.{e}.w1" for i in range(3) for e in range(1500)]
+        names += [f"layers.{i}.{leaf}" for i in range(3) for leaf in ("q_proj", "norm")]
+        root = tmp_path / str(changed)
+        root.mkdir()
+        tensors = {name: torch.full((2,), float(name == changed)) for name in names}
+        save_file(tensors, root / "model.safetensors")
+        found.add(open_source(root).fingerprint())
+    assert len(found) == 3
+
+
 def _error(root: Path) -> CheckpointError:
     with pytest.raises(CheckpointError) as caught:
         open_source(root).entries()
