@@ -2,8 +2,9 @@
 
     python -m tests.parity.peft_logits JOBS_JSON
 
-JOBS_JSON is a list of `{"base", "adapter", "ids", "out"}`: two directories, a list of token ids, and
-a safetensors file that gets `logits` [T, W] and `adapted`, the number of pairs that peft made.
+JOBS_JSON is a list of `{"base", "adapter", "ids", "out", "saved"}`: two directories, a list of token
+ids, a safetensors file that gets `logits` [T, W] and `adapted`, the number of pairs that peft made,
+and a directory for the adapter as peft saves it.
 """
 
 import json
@@ -34,6 +35,8 @@ def main() -> None:
     """Run every job."""
     jobs = json.loads(Path(sys.argv[1]).read_text())
     models = [adapted(job["base"], job["adapter"]) for job in jobs]
+    for job, model in zip(jobs, models, strict=True):
+        model.save_pretrained(job["saved"])
     # After the last model is built: float64 must not reach the constants that are made then.
     for model in models:
         model.double()

@@ -104,6 +104,7 @@ class Job:
     adapter: Path
     ids: list[int]
     out: Path
+    saved: Path
 
 
 def write_adapter(base: Path, dst: Path, case: Case) -> None:
@@ -139,11 +140,13 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, s
     for family, write in FAMILIES.items():
         ids = write(root / family)
         for number, (name, case) in enumerate(CASES.items()):
-            job = Job(root / family, root / f"{family}-{number}", ids, root / f"{family}-{number}.out")
+            at = root / f"{family}-{number}"
+            job = Job(root / family, at, ids, at.with_suffix(".out"), at.with_suffix(".saved"))
             write_adapter(job.base, job.adapter, case)
             found[family, name] = job
     listed = [
-        {"base": str(j.base), "adapter": str(j.adapter), "ids": j.ids, "out": str(j.out)}
+        {"base": str(j.base), "adapter": str(j.adapter), "ids": j.ids, "out": str(j.out),
+         "saved": str(j.saved)}
         for j in found.values()
     ]
     (root / "jobs.json").write_text(json.dumps(listed))
@@ -170,6 +173,19 @@ def test_peft_computes_what_we_compute(
     ours = sequence_logits(model, job.ids)
     assert error(plain, ours) > 0.5, "the adapter must matter"
     assert error(theirs["logits"], ours) <= limit("model.logits.float64")
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_peft_saves_is_the_same_adapter(
+    jobs: dict[tuple[str, str], Job], family: str, name: str
+) -> None:
+    job, logits = jobs[family, name], []
+    for path in (job.adapter, job.saved):
+        model, arch = load_model(job.base, base_dtype="fp64", compute_dtype=torch.float64)
+        attach_adapter(model, load_adapter(path, arch))
+        logits.append(sequence_logits(model, job.ids))
+    assert error(*logits) <= limit("model.logits.float64")
 
 
 def error(found: Tensor, expected: Tensor) -> float:
