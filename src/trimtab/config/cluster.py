@@ -419,15 +419,29 @@ def load_cluster(name: str) -> Cluster:
     if path.is_file():
         return parse_cluster(read_document(path))
     if name in cluster_names():
-        resource = resources.files("trimtab.config").joinpath("clusters", f"{name}.yaml")
-        text = resource.read_text(encoding="utf-8")
-        return parse_cluster(document_of(text, f"cluster {name}"))
-    near = difflib.get_close_matches(name, cluster_names(), n=1, cutoff=0.4)
-    hint = f"did you mean `{near[0]}`? " if near else ""
+        return _preset(name)
+    near = _named_otherwise(name) or difflib.get_close_matches(name, cluster_names(), n=1, cutoff=0.4)
+    hint = f"did you mean {' or '.join(f'`{n}`' for n in near)}? " if near else ""
     raise ConfigError(
         "TT107", "--cluster", "no such file or preset", value=name,
         hint=f"{hint}presets: {', '.join(cluster_names())}",
     )
+
+
+def _preset(name: str) -> Cluster:
+    resource = resources.files("trimtab.config").joinpath("clusters", f"{name}.yaml")
+    return parse_cluster(document_of(resource.read_text(encoding="utf-8"), f"cluster {name}"))
+
+
+def _named_otherwise(name: str) -> list[str]:
+    """Presets whose title or device has the word, such as `910c` or `CloudMatrix384`."""
+    word = _letters(name)
+    known = [_preset(preset) for preset in cluster_names()]
+    return [c.name for c in known if len(word) > 2 and word in _letters(c.title + c.device)]
+
+
+def _letters(text: str) -> str:
+    return "".join(character for character in text.lower() if character.isalnum())
 
 
 def parse_cluster(document: Document) -> Cluster:

@@ -41,6 +41,22 @@ def test_every_wanted_preset_loads_and_grades_every_number() -> None:
         assert set(cluster.grades().values()) <= set(GRADES)
 
 
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [("910c", "ascend-a3"), ("CloudMatrix384", "ascend-a3"), ("910B", "ascend-a2"),
+     ("atlas-950-superpod", "ascend-950-superpod"), ("mi300", "mi300x"), ("gb200", "gb200-nvl72")],
+)
+def test_a_machine_by_another_name_is_recognised(name: str, preset: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_cluster(name)
+    assert f"did you mean `{preset}`" in error.value.message
+
+
+def test_the_planner_page_names_every_preset() -> None:
+    page = (Path(__file__).parents[3] / "docs/planner.md").read_text()
+    assert [name for name in cluster_names() if f"`{name}`" not in page] == []
+
+
 def test_a_package_of_two_dies_is_two_ranks() -> None:
     assert load_cluster("ascend-a3").ranks_per_host == 16
     assert [net.ranks for net in load_cluster("ascend-a3").networks] == [16, 768, 0]
