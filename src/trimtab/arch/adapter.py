@@ -26,7 +26,7 @@ Side = Literal["A", "B"]
 
 GROUPS: dict[str, tuple[Owner, ...]] = {
     "attention": ("kda", "mla", "gqa", "gated_delta"),
-    "linear_attention": ("kda",),
+    "linear_attention": ("kda", "gated_delta"),
     "sparse_attention": ("mla",),
     "dense_ffn": ("dense_ffn",),
     "shared_experts": ("shared_expert",),
@@ -185,7 +185,7 @@ class TargetTable:
 def branch_of(owner: Owner) -> str:
     """Group word of an owner, the most specific one."""
     for word, owners in GROUPS.items():
-        if owners == (owner,):
+        if word != "attention" and owner in owners:
             return word
     return "routed_experts" if owner == "routed_expert" else owner
 

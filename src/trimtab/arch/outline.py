@@ -235,7 +235,7 @@ def _planned_params(
             yield make("mlp.experts.gate_up_bias", (e, 2, f), axes, "routed_expert")
             yield make("mlp.experts.down_bias", (e, d), ("expert", "hidden"), "routed_expert")
         if layer.shared_gate and isinstance(layer.ffn, MoESpec):
-            yield make("mlp.shared_expert_gate.weight", (1, d), ("one", "hidden"), "shared_expert")
+            yield make("mlp.shared_expert_gate.weight", (1, d), ("one", "hidden"), "router")
     yield ParamSpec("norm.weight", (d,), "BF16", ("hidden",), "norm")
     if not tied:
         yield ParamSpec("lm_head.weight", (w, d), "BF16", ("vocab", "hidden"), "head")

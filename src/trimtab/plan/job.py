@@ -108,7 +108,8 @@ def choose_adapters(
     for word in words:
         found += match_word(outline.params, word, "finetune.lora.target_modules")
     if experts != "none":
-        found += [p for p in outline.params if p.owner == "routed_expert" and len(p.shape) > 2]
+        routed = (p for p in outline.params if p.owner == "routed_expert")
+        found += [p for p in routed if not p.name.endswith("_bias")]
     names = frozenset(param.name for param in found)
     return Adapters(rank, experts, names, frozenset(leaf_of(param) for param in found))
 

@@ -9,6 +9,7 @@ from trimtab.arch.outline_summary import PLANNED_ONLY, summarise_outline
 from trimtab.arch.presets import preset_config, preset_names
 from trimtab.arch.summary import summarise
 from trimtab.errors import ArchError
+from trimtab.plan.job import choose_adapters
 
 QWEN3_MOE = {
     "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "head_dim": 128,
@@ -97,6 +98,17 @@ def test_a_summary_says_what_inspect_shows_of_any_model() -> None:
     assert hybrid.state_bytes_per_sequence == 36 * 4 * 32 * 128 * 128
     assert [layer.mixer for layer in hybrid.layers[:4]] == ["gdn"] * 3 + ["gqa"]
     assert 3.5e9 < hybrid.active_parameters_per_token < 4e9
+
+
+def test_adapters_stand_on_matrices_of_planned_families_only() -> None:
+    oss = choose_adapters(load_outline(GPT_OSS_20B), 8, ("attention",), "per_expert")
+    assert oss.leaves == {"gqa/q_proj", "gqa/k_proj", "gqa/v_proj", "gqa/o_proj",
+                          "routed_expert/gate_up", "routed_expert/down"}
+    hybrid = load_outline(QWEN3_NEXT)
+    linear = choose_adapters(hybrid, 8, ("linear_attention",), "none")
+    assert linear.leaves == {"gated_delta/in_proj_qkvz", "gated_delta/in_proj_ba", "gated_delta/out_proj"}
+    shared = choose_adapters(hybrid, 8, ("shared_experts",), "none")
+    assert "router" not in {leaf.split("/")[0] for leaf in shared.leaves} and len(shared.leaves) == 3
 
 
 def test_a_tied_table_is_active_as_the_head() -> None:
