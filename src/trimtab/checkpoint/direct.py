@@ -14,6 +14,8 @@ import os
 import threading
 from pathlib import Path
 
+import numpy as np
+
 ALIGNMENT = 4096
 READ_BUFFER_BYTES = 4 * 2**20
 _SMALLEST_DIRECT = 256 * 1024
@@ -76,7 +78,11 @@ class DirectReader:
                 useful = min(count - skipped, len(out) - done)
                 if useful <= 0:
                     break
-                out[done : done + useful] = buffer[skipped : skipped + useful]
+                # numpy copies without holding the interpreter lock, slices of memory do not.
+                np.copyto(
+                    np.frombuffer(out[done : done + useful], np.uint8),
+                    np.frombuffer(buffer[skipped : skipped + useful], np.uint8),
+                )
                 done += useful
                 if count < wanted:
                     break

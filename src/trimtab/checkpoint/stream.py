@@ -28,6 +28,8 @@ from trimtab.units import format_bytes
 
 LARGEST_BLOCK = 8 * 2**20
 _SMALLEST_BLOCK = 64 * 2**10
+# Blocks that are being hashed and written, so that neither waits for the other.
+_LEAVING = 4
 # What a thread needs beside its read buffer: rows of a cast in float32 and what they come from.
 THREAD_BYTES = READ_BUFFER_BYTES + 8 * 2**20
 
@@ -128,7 +130,7 @@ class Pipeline:
         self, num_bytes: int, workers: int, keep_every: int = 2**28, spread: Spread | None = None
     ) -> None:
         self._spread = spread or _in_turn
-        count = workers + 2
+        count = workers + _LEAVING
         each = (num_bytes - workers * THREAD_BYTES) // count
         self.block_bytes = min(each, LARGEST_BLOCK) // ALIGNMENT * ALIGNMENT
         if self.block_bytes < _SMALLEST_BLOCK:
@@ -145,6 +147,8 @@ class Pipeline:
     def _start(self) -> None:
         self._free = deque(self._blocks)
         self._fillers = ThreadPoolExecutor(self._workers, "fill")
+        # One thread each, so that blocks are hashed and written in their order.
+        self._hasher = ThreadPoolExecutor(1, "hash")
         self._writer = ThreadPoolExecutor(1, "write")
 
     def __enter__(self) -> Pipeline:
@@ -152,6 +156,7 @@ class Pipeline:
 
     def __exit__(self, *_: object) -> None:
         self._fillers.shutdown(wait=True, cancel_futures=True)
+        self._hasher.shutdown(wait=True)
         self._writer.shutdown(wait=True)
 
     def write(
@@ -184,10 +189,10 @@ class Pipeline:
         self, plan: FilePlan, sink: Sink, start: int, moved: Moved,
         read_back: Callable[[int, memoryview], None] | None,
     ) -> FileRecord:
-        digest, kept = hashlib.sha256(), start
+        digest, kept, sink = hashlib.sha256(), start, _Stopping(sink)
         offsets = iter(range(0, plan.size, self.block_bytes))
         filling: deque[tuple[int, memoryview, int, Future[None]]] = deque()
-        writing: tuple[memoryview, Future[None]] | None = None
+        leaving: deque[tuple[memoryview, Future[None], Future[None]]] = deque()
         keeping = _nothing()
         while True:
             while self._free and (offset := next(offsets, None)) is not None:
@@ -196,18 +201,20 @@ class Pipeline:
                 break
             offset, block, count, filled = filling.popleft()
             filled.result()
-            if writing is not None:
-                self._finish(writing)
             end = offset + count
-            writing = block, self._submit(sink, offset, block, count if end > start else 0)
-            digest.update(block[:count])
+            hashed = self._hasher.submit(digest.update, block[:count])
+            leaving.append(
+                (block, hashed, self._submit(sink, offset, block, count if end > start else 0))
+            )
+            if len(leaving) == _LEAVING:
+                self._finish(leaving.popleft())
             moved(count)
             if end - kept >= self._keep_every and end < plan.size:
                 keeping.result()
                 # The writer does one thing after another, so that all before `end` is written then.
                 keeping, kept = self._writer.submit(sink.keep, end), end
-        if writing is not None:
-            self._finish(writing)
+        for block_leaving in leaving:
+            self._finish(block_leaving)
         keeping.result()
         return FileRecord(plan.size, digest.hexdigest())
 
@@ -231,16 +238,42 @@ class Pipeline:
             return self._writer.submit(sink.write, offset, block, num_bytes)
         return _nothing()
 
-    def _finish(self, writing: tuple[memoryview, Future[None]]) -> None:
-        block, written = writing
+    def _finish(self, leaving: tuple[memoryview, Future[None], Future[None]]) -> None:
+        block, hashed, written = leaving
         written.result()
+        hashed.result()
         self._free.append(block)
 
     def _settle(self) -> None:
         """After a failure: wait until no thread uses a buffer, then take all of them back."""
-        for executor in (self._fillers, self._writer):
+        for executor in (self._fillers, self._hasher, self._writer):
             executor.shutdown(wait=True, cancel_futures=True)
         self._start()
+
+
+class _Stopping:
+    """A sink that does nothing more once it has failed: nothing behind a hole may count as kept."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._has_failed = False
+
+    def write(self, offset: int, block: memoryview, num_bytes: int) -> None:
+        """Write the first `num_bytes` of an aligned block."""
+        self._unless_failed(partial(self._sink.write, offset, block, num_bytes))
+
+    def keep(self, offset: int) -> None:
+        """Make all bytes before `offset` survive a kill, if the sink can."""
+        self._unless_failed(partial(self._sink.keep, offset))
+
+    def _unless_failed(self, call: Callable[[], None]) -> None:
+        if self._has_failed:
+            return
+        try:
+            call()
+        except BaseException:
+            self._has_failed = True
+            raise
 
 
 def _in_turn(calls: Sequence[Callable[[], None]]) -> None:

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from trimtab.checkpoint.layout import Degrees, rank_layout
 from trimtab.checkpoint.marker import MARKER_NAME
 from trimtab.checkpoint.output import open_output
 from trimtab.checkpoint.source import INDEX_NAME, open_source
+from trimtab.checkpoint.stream import THREAD_BYTES, Pipeline, plan_file
 from trimtab.cli.main import run as cli
 from trimtab.errors import CheckpointError
 
@@ -118,6 +120,44 @@ def test_bytes_that_were_safe_are_not_written_again(
     assert again.resumed > 0 and again.finished
     run(model, tmp_path / "whole", Degrees())
     assert hashes(tmp_path / "c") == hashes(tmp_path / "whole")
+
+
+class Zeros:
+    """A planned tensor."""
+
+    name, dtype, shape = "zeros", "U8", (2**20,)
+    num_bytes = grain = 2**20
+
+    def fill(self, begin: int, out: memoryview) -> None:
+        out[:] = bytes(len(out))
+
+
+class HalfBroken:
+    """A sink that fails once and would go on."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def write(self, offset: int, block: memoryview, num_bytes: int) -> None:
+        self.calls.append(f"write {offset // len(block)}")
+        if len(self.calls) == 5:
+            time.sleep(0.2)  # all other blocks wait behind this one
+            raise OSError(errno.EIO, "Input/output error")
+
+    def keep(self, offset: int) -> None:
+        self.calls.append("keep")
+
+
+def test_nothing_behind_a_block_that_failed_counts_as_kept() -> None:
+    sink = HalfBroken()
+    with Pipeline(THREAD_BYTES + 5 * 2**16, 1, keep_every=2**16) as pipeline:
+        plan = plan_file("f", [Zeros()])
+        with pytest.raises(OSError, match="Input/output"):
+            pipeline.write(plan, sink, moved=lambda _: None)
+        assert sink.calls == ["write 0", "keep", "write 1", "keep", "write 2"]
+        again = HalfBroken()
+        again.calls = [""] * 5
+        assert pipeline.write(plan, again, moved=lambda _: None).bytes == plan.size
 
 
 def small() -> int:
