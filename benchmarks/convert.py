@@ -32,8 +32,8 @@ EXPERT_GROUPS = 8
 SETS = {"1 GB": (16, 512), "4 GB": (160, 8192), "17 GB": (896, 8192)}
 STACKED = ("1 GB", "4 GB")
 RUNS = {"1 GB": 3, "4 GB": 3, "17 GB": 2}
-LARGEST_RAW = 8 * 2**30
-LARGEST_COPY = 4 * 2**30
+BLOCK = 8 * MIB
+READERS = 4
 RESULTS = Path(__file__).parent / "results" / "convert_cpu_202612.jsonl"
 
 STACK = """
@@ -108,59 +108,58 @@ def forget(root: Path) -> None:
 
 
 def raw_write_rate(scratch: Path, num_bytes: int) -> float:
-    """Bytes per second of writing 8 MiB blocks past the page cache, until they are on the disk.
+    """Bytes per second of writing blocks past the page cache until they are on the disk.
 
-    As many bytes as the conversion writes: a disk that takes a burst faster than a stream would
-    otherwise be measured by two measures.
+    As many bytes and as large blocks as the conversion writes, because a disk may take a burst
+    faster than a stream.
     """
-    num_bytes = min(num_bytes, LARGEST_RAW) // (8 * MIB) * (8 * MIB)
-    block = aligned_buffer(8 * MIB)
+    block = aligned_buffer(BLOCK)
     block[:] = os.urandom(len(block))
-    path = scratch / "raw"
+    path, size = scratch / "raw", num_bytes // BLOCK * BLOCK
     file = BlockFile(path)
     begun = time.perf_counter()
-    for offset in range(0, num_bytes, len(block)):
+    for offset in range(0, size, BLOCK):
         file.write(offset, block)
-    file.finish(num_bytes)
+    file.finish(size)
     seconds = time.perf_counter() - begun
     path.unlink()
-    return num_bytes / seconds
+    return size / seconds
 
 
 def raw_copy_rate(scratch: Path, src: Path, num_bytes: int) -> float:
-    """Bytes per second of copying blocks past the page cache with nothing done to them.
+    """Bytes per second of copying the source past the page cache with nothing done to it.
 
     A conversion reads as much as it writes, so that this is what the disk leaves it where reads and
     writes share one bandwidth.
     """
-    source = max(src.glob("*.safetensors"), key=lambda path: path.stat().st_size)
-    num_bytes = min(num_bytes, LARGEST_COPY, source.stat().st_size) // (8 * MIB) * (8 * MIB)
-    blocks = [aligned_buffer(8 * MIB) for _ in range(4)]
-    path, handle = scratch / "raw", os.open(source, os.O_RDONLY | os.O_DIRECT)
-    file = BlockFile(path)
     forget(src)
+    handles = [os.open(path, os.O_RDONLY | os.O_DIRECT) for path in sorted(src.glob("*.safetensors"))]
+    jobs = [
+        (handle, offset) for handle in handles
+        for offset in range(0, os.fstat(handle).st_size - BLOCK + 1, BLOCK)
+    ][: num_bytes // BLOCK]
+    blocks = [aligned_buffer(BLOCK) for _ in range(READERS + 1)]
+    path, written = scratch / "raw", 0
+    file = BlockFile(path)
+    reading = deque[tuple[memoryview, Future[int]]]()
     begun = time.perf_counter()
-    with ThreadPoolExecutor(2) as readers, ThreadPoolExecutor(1) as writer:
-        offsets = range(0, num_bytes, 8 * MIB)
-        reading = deque[Future[int]]()
-        writing = deque[Future[None]]()
-        for number, offset in enumerate(offsets):
-            block = blocks[number % 4]
-            if len(writing) == 2:
-                writing.popleft().result()
-            reading.append(readers.submit(os.preadv, handle, [block], offset))
-            if len(reading) == 2:
-                reading.popleft().result()
-                writing.append(writer.submit(file.write, offset - 8 * MIB, blocks[(number - 1) % 4]))
-        reading.popleft().result()
-        writing.append(writer.submit(file.write, offsets[-1], blocks[(len(offsets) - 1) % 4]))
-        for written in writing:
-            written.result()
-    file.finish(num_bytes)
+    with ThreadPoolExecutor(READERS) as readers:
+        for number in range(len(jobs) + READERS):
+            if number < len(jobs):
+                block = blocks[number % len(blocks)]
+                reading.append((block, readers.submit(os.preadv, jobs[number][0], [block],
+                                                      jobs[number][1])))
+            if number >= READERS:
+                block, read = reading.popleft()
+                read.result()
+                file.write(written, block)
+                written += BLOCK
+    file.finish(written)
     seconds = time.perf_counter() - begun
-    os.close(handle)
+    for handle in handles:
+        os.close(handle)
     path.unlink()
-    return num_bytes / seconds
+    return written / seconds
 
 
 def convert(src: Path, dst: Path, *flags: str) -> Run:
@@ -183,17 +182,16 @@ def check(scratch: Path) -> None:
 
 
 def measure(scratch: Path, name: str) -> list[Result]:
-    """All figures of one set."""
+    """All figures of one set; what is compared runs in turn, since disks are not steady."""
     src, out = scratch / name, scratch / "out"
     size = sum(entry.num_bytes for entry in open_source(src).entries().values())
     runs: list[Run] = []
     raw, copies, rates, stacked = [], [], [], []
     for _ in range(RUNS[name]):
-        done = convert(src, out)
-        runs.append(done)
-        rates.append(json.loads(done.output)["bytes_per_second"])
-        shutil.rmtree(out)
         raw.append(raw_write_rate(scratch, size))
+        runs.append(convert(src, out))
+        rates.append(json.loads(runs[-1].output)["bytes_per_second"])
+        shutil.rmtree(out)
         copies.append(raw_copy_rate(scratch, src, size))
         if name in STACKED:
             stacked.append(stack(src, out))
@@ -208,20 +206,38 @@ def measure(scratch: Path, name: str) -> list[Result]:
     }
     found = [
         Result(case, "peak memory (MiB)", max(done.peak for done in runs) / MIB, 256, False, details),
-        Result(case, "output rate over raw write rate",
-               _median([rate / beside for rate, beside in zip(rates, raw, strict=True)]), 0.6, True,
-               details),
-        Result(case, "output rate over raw copy rate",
-               _median([rate / beside for rate, beside in zip(rates, copies, strict=True)]), 0.8,
-               True, details),
+        Result(case, "output rate over raw write rate", _ratio(rates, raw), 0.6, True, details),
+        Result(case, "raw copy rate over raw write rate", _ratio(copies, raw), None, True, details),
+        Result(case, "output rate over raw copy rate", _ratio(rates, copies), 0.8, True, details),
     ]
     if stacked:
-        mine, other = _median([r.seconds for r in runs]), _median([r.seconds for r in stacked])
         more = {"stack_cpu_seconds": [round(r.cpu_seconds, 2) for r in stacked],
                 "stack_seconds": [round(r.seconds, 2) for r in stacked],
                 "stack_peak_mib": round(max(r.peak for r in stacked) / MIB)}
-        found.append(Result(case, "speed over load/stack/save", other / mine, 2.5, True, details | more))
+        faster = _ratio([r.seconds for r in stacked], [r.seconds for r in runs])
+        found.append(Result(case, "speed over load/stack/save", faster, 2.5, True, details | more))
     return found
+
+
+def measure_other(scratch: Path, other: Path) -> list[Result]:
+    """The output rate when the source is not on the disk that is written to."""
+    src, out = other / "model", scratch / "out"
+    size = write_checkpoint(src, *SETS["4 GB"])
+    raw, rates = [], []
+    for _ in range(RUNS["4 GB"]):
+        raw.append(raw_write_rate(scratch, size))
+        rates.append(json.loads(convert(src, out).output)["bytes_per_second"])
+        shutil.rmtree(out)
+    shutil.rmtree(src)
+    case = f"convert K3 layer, {size / 1e9:.1f} GB, ep {EXPERT_GROUPS}, source elsewhere"
+    details = {"raw_write_bytes_per_second": [round(rate) for rate in raw],
+               "convert_bytes_per_second": [round(rate) for rate in rates]}
+    return [Result(case, "output rate over raw write rate", _ratio(rates, raw), 0.6, True, details)]
+
+
+def _ratio(values: list[float], beside: list[float]) -> float:
+    """Median of the ratios of what ran in turn."""
+    return _median([value / other for value, other in zip(values, beside, strict=True)])
 
 
 def _median(values: list[float]) -> float:
@@ -233,6 +249,7 @@ def main() -> None:
     parser.add_argument("scratch", type=Path, help="directory on the disk to measure")
     parser.add_argument("--prepare", action="store_true", help="write the checkpoints and stop")
     parser.add_argument("--sets", nargs="*", default=list(SETS), choices=list(SETS))
+    parser.add_argument("--other", type=Path, help="directory on another disk or in memory, 4.3 GB")
     parser.add_argument("--keep", action="store_true", help="leave the checkpoints there")
     parser.add_argument("--dry", action="store_true", help="write no rows")
     options = parser.parse_args()
@@ -244,6 +261,8 @@ def main() -> None:
         return
     check(options.scratch)
     results = [result for name in options.sets for result in measure(options.scratch, name)]
+    if options.other is not None:
+        results += measure_other(options.scratch, options.other)
     peaks = [r.value for r in results if r.quantity.startswith("peak")]
     spread = max(peaks) / min(peaks)
     results.append(Result("all sizes", "largest over smallest peak memory", spread, 1.1, False))

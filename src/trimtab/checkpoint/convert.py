@@ -36,9 +36,9 @@ from trimtab.checkpoint.output import WORK, LocalOutput, Output, record_name
 from trimtab.checkpoint.planned import BaseDtype, plan_tensors, written_arch
 from trimtab.checkpoint.released import RELEASED_NAME, released_document
 from trimtab.checkpoint.source import Source
-from trimtab.checkpoint.stream import FilePlan, Pipeline, plan_file
+from trimtab.checkpoint.stream import FilePlan, Pipeline, least_bytes, plan_file
 from trimtab.checkpoint.structure import is_skipped
-from trimtab.errors import CheckpointError
+from trimtab.errors import CheckpointError, ConfigError
 from trimtab.units import format_bytes
 
 Progress = Callable[[str, int, int], None]
@@ -172,9 +172,8 @@ def write_plan(
     mine = plan.part(*part)
     if _is_complete(plan, output):
         return Report(len(mine), 0, sum(file.size for file in mine), 0.0, True)
-    pipeline = Pipeline(
-        memory - resident_bytes(), workers, keep_every, plan.source.store.spread
-    )
+    buffers = _memory_left(memory, workers)
+    pipeline = Pipeline(buffers, workers, keep_every, plan.source.store.spread)
     todo = [file for file in mine if not _is_written(output, file)]
     kept = {file.name: output.kept(file) for file in todo}
     total = sum(file.size for file in mine)
@@ -206,6 +205,16 @@ def resident_bytes() -> int:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
     return 0
+
+
+def _memory_left(memory: int, workers: int) -> int:
+    """Bytes for buffers beside what the process holds."""
+    held, least = resident_bytes(), least_bytes(workers)
+    if memory < held + least:
+        rule = f"must be at least {format_bytes(held + least)} for {workers} workers"
+        raise ConfigError("TT102", "--memory", rule, value=format_bytes(memory),
+                          hint="allow more memory or use fewer --workers")
+    return memory - held
 
 
 def _cut_files(name: str, tensors: Sequence[PlannedTensor]) -> list[FilePlan]:

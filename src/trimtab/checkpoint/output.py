@@ -297,9 +297,19 @@ class _UploadSink:
 
 
 def open_output(dst: str | Path) -> Output:
-    """The output that a path or URL names."""
+    """The output that a path or URL names.
+
+    Raises:
+        CheckpointError: TT309 if a file is in the way; see `remote.connect`.
+    """
     text = str(dst)
-    return RemoteOutput(text.rstrip("/")) if "://" in text else LocalOutput(Path(dst).expanduser())
+    if "://" in text:
+        return RemoteOutput(text.rstrip("/"))
+    path = Path(dst).expanduser()
+    for place in (path, *path.parents):
+        if place.is_file():
+            raise CheckpointError("TT309", str(place), "is a file", hint="choose another directory")
+    return LocalOutput(path)
 
 
 def record_name(name: str) -> str:
@@ -321,7 +331,8 @@ def _disk_errors(place: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        code = "TT311" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "TT314"
-        hint = "finished files are kept: free space, then run the same command again"
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        code, advice = ("TT311", "free space") if is_full else ("TT314", "check disk and permissions")
+        hint = f"finished files are kept: {advice}, then run the same command again"
         raise CheckpointError(code, place, f"cannot be written: {os.strerror(error.errno or 0)}",
                               hint=hint) from error

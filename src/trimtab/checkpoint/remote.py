@@ -25,6 +25,9 @@ ATTEMPTS = 6
 _FIRST_PAUSE = 0.2
 _LONGEST_PAUSE = 8.0
 _THREADS = 8
+_EXTRAS = {"http": "http", "https": "http", "s3": "s3", "hf": "hub"}
+_MODELSCOPE = "https://modelscope.cn/models"
+_REACH = "check the network, the address and the credentials"
 # OBS answers under the name of the bucket only.
 _OBS_ADDRESSING = "virtual"
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
@@ -66,7 +69,8 @@ def connect(url: str) -> tuple[FileSystem, str]:
     """The file system of a URL and the path in it.
 
     `obs://bucket/path` is the S3 interface of Huawei OBS: OBS_ENDPOINT names its endpoint,
-    OBS_ACCESS_KEY_ID and OBS_SECRET_ACCESS_KEY the key, if set.
+    OBS_ACCESS_KEY_ID and OBS_SECRET_ACCESS_KEY the key, if set. `modelscope://owner/name`, with
+    `@revision` if not `master`, is read over HTTPS.
 
     Raises:
         CheckpointError: TT604 if the protocol needs a package that is not installed, TT307 if
@@ -79,6 +83,8 @@ def connect(url: str) -> tuple[FileSystem, str]:
     if url.startswith("obs://"):
         url = "s3://" + url.removeprefix("obs://")
         options = obs_options(shown)
+    if url.startswith("modelscope://"):
+        url = modelscope_url(url)
     if url.startswith("s3://"):
         # Listings that are kept would hide what another host of the same conversion has written.
         options["use_listings_cache"] = False
@@ -88,10 +94,12 @@ def connect(url: str) -> tuple[FileSystem, str]:
     try:
         system, path = fsspec.core.url_to_fs(url, **options)
     except ImportError as error:
-        hint = "pip install 'trimtab[http]' (or [s3], [hub], or the package fsspec names)"
+        extra = _EXTRAS.get(url.partition("://")[0])
+        hint = f"pip install 'trimtab[{extra}]'" if extra else "install what fsspec names"
         raise CheckpointError("TT604", shown, str(error), hint=hint) from error
     except ValueError as error:
-        raise CheckpointError("TT307", shown, _clean(url, error)) from error
+        hint = "such as https://, s3://, obs://, hf:// or modelscope://"
+        raise CheckpointError("TT307", shown, _clean(url, error), hint=hint) from error
     return cast(FileSystem, system), str(path)
 
 
@@ -128,11 +136,9 @@ class RemoteStore:
         Raises:
             CheckpointError: TT307 if the store does not answer or does not tell the size.
         """
-        hint = "check the network, the address and the credentials"
+        path = f"{self._path}/{name}"
         try:
-            size = self._ask(
-                name, "TT307", "no answer", lambda: self._fs.size(f"{self._path}/{name}"), hint
-            )
+            size = self._ask("", "TT307", "no answer", lambda: self._fs.size(path), _REACH)
         except FileNotFoundError:
             return None
         if size is None:
@@ -145,7 +151,7 @@ class RemoteStore:
             return None
         try:
             found = self._ask(
-                "", "TT307", "cannot be listed", lambda: self._fs.ls(self._path, detail=True)
+                "", "TT307", "cannot be listed", lambda: self._fs.ls(self._path, detail=True), _REACH
             )
         except (FileNotFoundError, NotADirectoryError):
             return []
@@ -305,14 +311,21 @@ def retried(call: Callable[[], Value]) -> Value:
     for attempt in range(ATTEMPTS):
         try:
             return call()
-        except _PERMANENT:
-            raise
-        except Exception as error:
-            if attempt == ATTEMPTS - 1 or not _may_pass(error):
-                raise
+        except Exception as error:  # noqa: BLE001  # whatever a store raises
+            reason = _reason(error)
+            if attempt == ATTEMPTS - 1 or isinstance(reason, _PERMANENT) or not _may_pass(reason):
+                raise reason from None
         time.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(2 * pause, _LONGEST_PAUSE)
     raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def _reason(error: Exception) -> Exception:
+    """What stands behind a file that is not found: over HTTP fsspec says so of every failure."""
+    behind = error.__cause__
+    if not isinstance(error, FileNotFoundError) or not isinstance(behind, Exception):
+        return error
+    return error if isinstance(behind, _PERMANENT) or not _may_pass(behind) else behind
 
 
 def _may_pass(error: Exception) -> bool:
@@ -339,6 +352,21 @@ def _clean(url: str, error: Exception) -> str:
     return re.sub(
         r"(?i)((?:signature|credential|token|accesskeyid|security)[\w-]*=)[^&\s'\"]+", r"\1***", text
     )
+
+
+def modelscope_url(url: str) -> str:
+    """Where ModelScope serves the files of a model.
+
+    >>> modelscope_url("modelscope://moonshotai/Kimi-K3@v1.0")
+    'https://modelscope.cn/models/moonshotai/Kimi-K3/resolve/v1.0'
+
+    Raises:
+        CheckpointError: TT307 if no owner and name follow.
+    """
+    found = re.fullmatch(r"modelscope://([\w.-]+/[\w.-]+)(?:@([\w.-]+))?((?:/[\w.-]+)*)/?", url)
+    if found is None:
+        raise CheckpointError("TT307", redact(url), "must be modelscope://OWNER/NAME[@REVISION]")
+    return f"{_MODELSCOPE}/{found[1]}/resolve/{found[2] or 'master'}{found[3]}"
 
 
 def obs_options(shown: str) -> dict[str, object]:

@@ -23,8 +23,6 @@ from typing import Protocol
 from trimtab.checkpoint.direct import ALIGNMENT, READ_BUFFER_BYTES, aligned_buffer
 from trimtab.checkpoint.manifest import FileRecord
 from trimtab.checkpoint.moves import PlannedTensor
-from trimtab.errors import ConfigError
-from trimtab.units import format_bytes
 
 LARGEST_BLOCK = 8 * 2**20
 _SMALLEST_BLOCK = 64 * 2**10
@@ -113,17 +111,19 @@ def plan_file(name: str, tensors: Sequence[PlannedTensor]) -> FilePlan:
     )
 
 
+def least_bytes(workers: int) -> int:
+    """The least memory that threads and buffers need."""
+    return workers * THREAD_BYTES + (workers + _LEAVING) * _SMALLEST_BLOCK
+
+
 class Pipeline:
     """Threads and buffers that write one file after another; use as a context manager.
 
     Args:
-        num_bytes: memory for threads and buffers.
+        num_bytes: memory for threads and buffers, at least `least_bytes`.
         workers: threads that fill blocks.
         keep_every: bytes after which a sink is told to keep what it has.
         spread: how the calls that fill a block are made; in turn by default.
-
-    Raises:
-        ConfigError: TT102 if the memory is too small for one block per thread.
     """
 
     def __init__(
@@ -133,12 +133,6 @@ class Pipeline:
         count = workers + _LEAVING
         each = (num_bytes - workers * THREAD_BYTES) // count
         self.block_bytes = min(each, LARGEST_BLOCK) // ALIGNMENT * ALIGNMENT
-        if self.block_bytes < _SMALLEST_BLOCK:
-            needed = workers * THREAD_BYTES + count * _SMALLEST_BLOCK
-            raise ConfigError(
-                "TT102", "--memory", f"{workers} workers need {format_bytes(needed)} of buffers",
-                value=format_bytes(num_bytes), hint="allow more memory or use fewer --workers",
-            )
         self._blocks = [aligned_buffer(self.block_bytes) for _ in range(count)]
         self._workers = workers
         self._start()

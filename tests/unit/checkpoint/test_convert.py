@@ -257,7 +257,7 @@ def test_stages_balance_bytes_and_keep_selections_together() -> None:
 
 
 def test_too_little_memory_is_refused_before_anything_is_written(k3: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="workers need"):
+    with pytest.raises(ConfigError, match="for 4 workers"):
         run(k3, tmp_path / "c", DEGREES, memory=2**20)
     assert not (tmp_path / "c").exists()
 

@@ -338,3 +338,6 @@ def test_the_command_says_what_it_would_do_and_does_it(
     assert cli(["convert", str(model), "--out", "x", "--layout", "logical", "--ep", "2"]) == 2
     assert cli(["convert", str(model), "--out", "x", "--part", "3/2"]) == 2
     assert cli(["convert", str(model), "--out", "x", "--memory", "lots"]) == 2
+    capsys.readouterr()
+    assert cli(["convert", str(model), "--out", str(tmp_path / "plan.yaml" / "c")]) == 2
+    assert "plan.yaml: is a file" in capsys.readouterr().err

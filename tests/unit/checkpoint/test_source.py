@@ -5,16 +5,20 @@ from __future__ import annotations
 import http.server
 import json
 import re
+import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from trimtab.checkpoint import remote
 from trimtab.checkpoint.marker import MARKER_NAME
 from trimtab.checkpoint.source import INDEX_NAME, open_source
 from trimtab.errors import ArchError, CheckpointError
@@ -58,6 +62,19 @@ class _NoRangeHandler(_RangeHandler):
     use_ranges = False
 
 
+class _BusyHandler(_RangeHandler):
+    """Answers 503 to the first requests for every file, of either method."""
+
+    asked: ClassVar[Counter[str]] = Counter()
+
+    def send_head(self) -> Any:
+        self.asked[self.path] += 1
+        if self.asked[self.path] <= 4:
+            self.send_error(503)
+            return None
+        return super().send_head()
+
+
 @pytest.fixture(params=[_RangeHandler])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     _sharded(tmp_path / "served")
@@ -75,12 +92,12 @@ def test_directory_file_and_memory_url_agree(tmp_path: Path) -> None:
     root = _sharded(tmp_path / "m")
     memory = fsspec.filesystem("memory")
     memory.put(str(root), "/source-test", recursive=True)
-    local, remote = open_source(root), open_source("memory://source-test")
-    assert local.config() == remote.config() == {"model_type": "x"}
-    assert dict(local.entries()) == dict(remote.entries())
-    assert local.read("b") == remote.read("b") == torch.arange(6, dtype=torch.int32).numpy().tobytes()
-    assert local.read("a", 4, 8) == remote.read("a", 4, 8) == torch.tensor([1.0, 2.0]).numpy().tobytes()
-    assert local.fingerprint() == remote.fingerprint()
+    local, far = open_source(root), open_source("memory://source-test")
+    assert local.config() == far.config() == {"model_type": "x"}
+    assert dict(local.entries()) == dict(far.entries())
+    assert local.read("b") == far.read("b") == torch.arange(6, dtype=torch.int32).numpy().tobytes()
+    assert local.read("a", 4, 8) == far.read("a", 4, 8) == torch.tensor([1.0, 2.0]).numpy().tobytes()
+    assert local.fingerprint() == far.fingerprint()
     assert list(open_source(root / "two.safetensors").entries()) == ["b"]
 
 
@@ -95,6 +112,29 @@ def test_http_reads_ranges_only(url: str) -> None:
 def test_http_server_without_ranges_is_named(url: str) -> None:
     with pytest.raises(CheckpointError, match="must support ranges"):
         open_source(url).entries()
+
+
+@pytest.mark.parametrize("url", [_BusyHandler], indirect=True)
+def test_a_busy_http_server_is_no_missing_file(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_FIRST_PAUSE", 0.001)
+    assert open_source(url).config() == {"model_type": "x"}
+    monkeypatch.setattr(remote, "ATTEMPTS", 1)
+    _BusyHandler.asked.clear()
+    with pytest.raises(CheckpointError, match="no answer: 503") as caught:
+        open_source(url)
+    assert caught.value.where == url
+
+
+def test_modelscope_is_read_over_http(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "models" / "owner" / "name" / "resolve"
+    place.mkdir(parents=True)
+    (tmp_path / "served").rename(place / "master")
+    monkeypatch.setattr(remote, "_MODELSCOPE", url.replace("served", "models"))
+    assert open_source("modelscope://owner/name").read("a", 8, 4) == torch.tensor([2.0]).numpy().tobytes()
+    assert list(open_source("modelscope://owner/name/two.safetensors").entries()) == ["b"]
+    assert remote.modelscope_url("modelscope://o/n@v1/").endswith("/o/n/resolve/v1")
+    with pytest.raises(CheckpointError, match="OWNER/NAME"):
+        open_source("modelscope://name")
 
 
 def test_several_files_without_index(tmp_path: Path) -> None:
@@ -183,3 +223,22 @@ def test_unfinished_directory_is_refused(tmp_path: Path) -> None:
 def test_unknown_protocol() -> None:
     with pytest.raises(CheckpointError, match="nosuch"):
         open_source("nosuch://bucket/model")
+
+
+@pytest.mark.parametrize(
+    ("address", "package", "extra"),
+    [("owner/name", "huggingface_hub", "hub"), ("obs://bucket/model", "s3fs", "s3"),
+     ("modelscope://owner/name", "aiohttp", "http")],
+)
+def test_a_missing_package_is_named(
+    address: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OBS_ENDPOINT", "http://127.0.0.1:1")
+    for loaded in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, loaded)
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "fsspec.implementations.http", raising=False)
+    monkeypatch.setattr(sys.modules["fsspec.registry"], "_registry", {})
+    with pytest.raises(CheckpointError, match=package) as caught:
+        open_source(address)
+    assert caught.value.code == "TT604" and caught.value.hint == f"pip install 'trimtab[{extra}]'"
