@@ -50,12 +50,17 @@ def file_progress(label: str) -> Iterator[Callable[[str, int, int], None]]:
         TimeRemainingColumn,
         TransferSpeedColumn,
     )
+    from rich.table import Column
 
+    # The name of the file gives way when the terminal is narrow, figures do not.
+    whole, rest = Column(no_wrap=True), Column(no_wrap=True, ratio=1, overflow="ellipsis")
     columns = (
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True),
-        TransferSpeedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[file]}"),
+        TextColumn("{task.description}", table_column=whole), BarColumn(12, table_column=whole),
+        DownloadColumn(binary_units=True, table_column=whole),
+        TransferSpeedColumn(table_column=whole), TimeRemainingColumn(table_column=whole),
+        TextColumn("{task.fields[file]}", table_column=rest),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=Console(stderr=True), transient=True, expand=True) as bar:
         task = bar.add_task(label, total=None, file="")
 
         def move(file: str, done: int, total: int) -> None:
