@@ -357,8 +357,8 @@ def _clean(url: str, error: Exception) -> str:
 def modelscope_url(url: str) -> str:
     """Where ModelScope serves the files of a model.
 
-    >>> modelscope_url("modelscope://moonshotai/Kimi-K3@v1.0")
-    'https://modelscope.cn/models/moonshotai/Kimi-K3/resolve/v1.0'
+    >>> modelscope_url("modelscope://owner/name@v1.0")
+    'https://modelscope.cn/models/owner/name/resolve/v1.0'
 
     Raises:
         CheckpointError: TT307 if no owner and name follow.
