@@ -14,8 +14,6 @@ import os
 import threading
 from pathlib import Path
 
-import numpy as np
-
 ALIGNMENT = 4096
 READ_BUFFER_BYTES = 4 * 2**20
 _SMALLEST_DIRECT = 256 * 1024
@@ -78,11 +76,7 @@ class DirectReader:
                 useful = min(count - skipped, len(out) - done)
                 if useful <= 0:
                     break
-                # numpy copies without holding the interpreter lock, slices of memory do not.
-                np.copyto(
-                    np.frombuffer(out[done : done + useful], np.uint8),
-                    np.frombuffer(buffer[skipped : skipped + useful], np.uint8),
-                )
+                out[done : done + useful] = buffer[skipped : skipped + useful]
                 done += useful
                 if count < wanted:
                     break
