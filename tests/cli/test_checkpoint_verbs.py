@@ -108,6 +108,20 @@ def test_merge_and_export(
     assert one.read_bytes() == two.read_bytes()
 
 
+def test_an_export_names_what_the_engine_ignores(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from trimtab.arch.load import read_arch
+
+    arch = read_arch(model)
+    targets = targets_of(arch, ("kv_b_proj", "o_proj"))
+    save_adapter(tmp_path / "a", arch, targets, random_tensors(targets), AdapterMeta(str(model)))
+    assert _run("export", tmp_path / "a", "--to", "vllm", "--out", tmp_path / "v") == 0
+    assert "warning: vllm ignores the adapter on kv_b_proj: " in capsys.readouterr().err
+    assert _run("export", tmp_path / "a", "--to", "peft", "--out", tmp_path / "p", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["ignored"] == []
+
+
 def test_failed_merge_check_leaves_an_unreadable_directory(
     tmp_path: Path, model: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

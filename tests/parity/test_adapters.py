@@ -129,7 +129,7 @@ def write_adapter(base: Path, dst: Path, case: Case) -> None:
     made = dst.with_name(f"{dst.name}-made") if case.for_engines else dst
     save_adapter(made, arch, targets, tensors, AdapterMeta(str(base)))
     if case.for_engines:
-        export_adapter(made, dst, for_engines=True)
+        export_adapter(made, dst, engine="vllm")
 
 
 @pytest.fixture(scope="module")

@@ -184,6 +184,6 @@ def test_ten_steps_equal_the_naive_model(
         ours = loss_curve(model, adapter, batches, out, lr=LR, dtype=dtype)  # type: ignore[arg-type]
         worst = worst_step(ours, theirs)
         assert worst <= limit(f"curve.loss.{dtype}"), f"{dtype}: {worst:.2g}"
-    export_adapter(tmp_path / "float64/adapter", tmp_path / "single", str(model), for_engines=True)
+    export_adapter(tmp_path / "float64/adapter", tmp_path / "single", str(model), engine="vllm")
     error = worst_tensor(load_file(tmp_path / "single" / WEIGHTS_NAME), trained)
     assert error <= limit("curve.adapter.float64"), f"{error:.2g}"

@@ -17,7 +17,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from trimtab.arch.adapter import LoRATarget
+from trimtab.arch.serving import servable
 from trimtab.errors import AdapterError
+
+
+def ignored(targets: Sequence[LoRATarget], engine: str) -> tuple[str, ...]:
+    """Leaf names of targets that an engine is known not to apply, each with the reason."""
+    found = {t.leaf: servable(engine, t.owner, t.leaf) for t in targets}
+    return tuple(f"{leaf}: {it.reason}" for leaf, it in found.items() if it.answer == "no")
 
 
 def for_engines(

@@ -61,6 +61,19 @@ class Copied:
     errors: tuple[KindError, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """An adapter as it was written.
+
+    Args:
+        num_tensors: in the file.
+        ignored: targets that the engine is known not to apply, and why.
+    """
+
+    num_tensors: int
+    ignored: tuple[str, ...]
+
+
 def copy_checkpoint(
     source: Source,
     dst: str | Path,
@@ -146,9 +159,9 @@ def _index(plan: CopyPlan) -> bytes:
 
 
 def export_adapter(
-    src: str | Path, dst: str | Path, base: str | None = None, *, for_engines: bool = False,
-) -> int:
-    """Write an adapter again in PEFT's form, held against its base; returns its tensor count.
+    src: str | Path, dst: str | Path, base: str | None = None, *, engine: str | None = None,
+) -> Exported:
+    """Write an adapter again in PEFT's form, held against its base.
 
     Adapters of routed experts are joined per layer, unless gate and up have an A each. For engines
     there is a pair per matrix instead, all names are released ones, and rank and scaling are the
@@ -158,7 +171,7 @@ def export_adapter(
         src: adapter directory.
         dst: new directory.
         base: its base; by default what the adapter names.
-        for_engines: write it for an inference engine instead of PEFT.
+        engine: write it for this inference engine instead of PEFT.
 
     Raises:
         AdapterError: TT502 if it does not fit the base; TT503 if it trains modules in full and is meant
@@ -175,10 +188,11 @@ def export_adapter(
         facts = replace(facts, licence=licence_of(source), versions=versions())
     targets, tensors = adapter.targets, adapter.tensors
     form = writable_form(targets)
-    if for_engines:
+    if engine is not None:
         targets, tensors = engine_adapter.for_engines(targets, tensors, str(src))
         form = "per_expert"
     meta = AdapterMeta(base, fingerprint, {"made_by": "export"}, form, facts)
-    return save_adapter(dst, arch, targets, tensors, meta)
+    count = save_adapter(dst, arch, targets, tensors, meta)
+    return Exported(count, () if engine is None else engine_adapter.ignored(targets, engine))
 
 

@@ -28,16 +28,20 @@ def export(
     `peft` joins the adapters of a layer's routed experts, as PEFT reads them for parameters; engines
     get one pair per expert's matrix, released names, and one rank and scaling throughout.
     """
+    ignored: tuple[str, ...] = ()
     if to == "hf":
         count = _export_checkpoint(src, out)
     else:
         from trimtab.checkpoint.merge import export_adapter
 
-        count = export_adapter(src, out, base, for_engines=to != "peft")
+        made = export_adapter(src, out, base, engine=None if to == "peft" else to)
+        count, ignored = made.num_tensors, made.ignored
     if as_json:
-        print_json({"out": out, "to": to, "tensors": count})
+        print_json({"out": out, "to": to, "tensors": count, "ignored": list(ignored)})
     else:
         typer.echo(f"{count} tensors written to {out}")
+        for line in ignored:
+            typer.echo(f"warning: {to} ignores the adapter on {line}; merging keeps it", err=True)
         print_next(f"trimtab verify files {out}")
 
 

@@ -140,9 +140,9 @@ def test_an_adapter_for_engines_has_released_names_one_rank_and_one_scaling(tmp_
     ]
     tensors = random_tensors(targets)
     save_adapter(tmp_path / "a", arch, targets, tensors, AdapterMeta(str(tmp_path / "m")))
-    count = export_adapter(tmp_path / "a", tmp_path / "out", for_engines=True)
+    made = export_adapter(tmp_path / "a", tmp_path / "out", engine="vllm")
     file = load_file(tmp_path / "out" / WEIGHTS_NAME)
-    assert count == len(file)
+    assert made.num_tensors == len(file)
     names = {n.removeprefix("base_model.model.").partition(".lora_")[0] for n in file}
     assert {"model.layers.0.self_attn.f_b_proj", "model.layers.0.mlp.up_proj",
             "model.layers.1.block_sparse_moe.shared_experts.up_proj"} <= names
@@ -314,7 +314,7 @@ def test_a_projector_trained_in_full_goes_through_modules_to_save(
     assert all(torch.equal(found.tensors[n], tensors[n]) for n in tensors)
     make(tmp_path / "m", k3_config())
     with pytest.raises(AdapterError, match=r"TT503.*trained in full"):
-        export_adapter(tmp_path / "a", tmp_path / "e", str(tmp_path / "m"), for_engines=True)
+        export_adapter(tmp_path / "a", tmp_path / "e", str(tmp_path / "m"), engine="vllm")
     model, _ = load_model(tmp_path / "m")
     attach_adapter(model, found)
     assert torch.equal(model.get_parameter("projector.proj.2.weight"),

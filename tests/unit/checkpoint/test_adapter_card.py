@@ -57,7 +57,7 @@ def test_what_is_not_known_is_said_to_be_unknown(tmp_path: Path) -> None:
 
 def test_an_export_keeps_the_facts_and_a_foreign_adapter_gets_what_can_be_read(tmp_path: Path) -> None:
     write(tmp_path, data=[("train.jsonl", "5ha")], versions={"torch": "2.13"})
-    export_adapter(tmp_path / "a", tmp_path / "e", for_engines=True)
+    export_adapter(tmp_path / "a", tmp_path / "e", engine="vllm")
     assert "| train.jsonl | 5ha |" in (tmp_path / "e" / CARD_NAME).read_text()
     (tmp_path / "a" / MANIFEST_NAME).unlink()
     export_adapter(tmp_path / "a", tmp_path / "f")

@@ -300,7 +300,7 @@ def test_an_adapter_is_exported_in_the_form_that_is_asked_for(tmp_path):
     targets, tensors = write(tmp_path / "a", arch, "shared_outer", "grouped")
     for form, least in (("per_expert", EXPERTS * 3 * 2), ("grouped", 4)):
         out = tmp_path / f"out-{form}"
-        export_adapter(tmp_path / "a", out, str(tmp_path / "m"), for_engines=form == "per_expert")
+        export_adapter(tmp_path / "a", out, str(tmp_path / "m"), engine="vllm" if form == "per_expert" else None)
         experts = [n for n in load_file(out / WEIGHTS_NAME) if ".layers.1." in n and "experts" in n]
         assert len(experts) == least
         again = load_adapter(out, arch)

@@ -180,7 +180,7 @@ def test_a_run_trains_routers_resumes_exactly_and_merges(
         stored = merged.get_parameter(name)
         assert torch.equal(stored, base.get_parameter(name).to(stored.dtype))
     with pytest.raises(AdapterError, match=r"TT503.*router.*trained in full"):
-        export_adapter(one / "adapter", tmp_path / "e", str(checkpoint), for_engines=True)
+        export_adapter(one / "adapter", tmp_path / "e", str(checkpoint), engine="vllm")
 
 
 @pytest.mark.parametrize(
