@@ -137,12 +137,24 @@ def time_tables(found: list[Case]) -> None:
     multi = [c for c in found if degree(c.row, "ep") > 1 and (number(c.row, "n_dev") or 0) > 8]
     print("\nexpert parallelism on more than 8 devices")
     show("  zero-shot", _errors(multi, time_error))
+    show("    newest of each layout", _errors(newest(multi), time_error))
+    tables = [c for c in multi if c.block == "Bridge tables"]
+    show("    of release tables", _errors(newest(tables), time_error))
     show("  calibrated", _errors(multi, calibrated))
     simumax = [c for c in found if "SimuMax" in c.block]
     if simumax:
         print("\nthe same rows by others")
         show("  SimuMax, as it printed", [e for c in simumax if (e := printed(c, "ms")) is not None])
         show("  Trimtab, zero-shot", _errors(simumax, time_error))
+
+
+def newest(found: Iterable[Case]) -> list[Case]:
+    """One case per group, that of the newest program: older readings are the drift of the stack."""
+    last: dict[str, Case] = {}
+    for case in sorted(found, key=lambda c: c.row["framework"]):
+        if case.measured_seconds:
+            last[case.row["group"]] = case
+    return list(last.values())
 
 
 def _errors(found: Iterable[Case], error: Callable[[Case], float | None]) -> list[float]:

@@ -197,8 +197,7 @@ def degrees_for(row: Mapping[str, str]) -> Degrees:
     world = number(row, "n_dev")
     tp, pp, cp, ep = (degree(row, key) for key in ("tp", "pp", "cp", "ep"))
     if world is None:
-        # Sizes of release recipes are not public; model states need none but the smallest.
-        world = float(max(tp * pp * cp, ep * pp))
+        raise Skip("the number of devices is not published")
     if not row["tp"] and not row["pp"] and not row["ep"]:
         raise Skip("no layout")
     data, rest = divmod(int(world), tp * pp * cp)
@@ -323,6 +322,8 @@ def measured_memory(row: Mapping[str, str]) -> tuple[float | None, bool]:
     Readings that are no peak of a whole rank are left out.
     """
     scope = row["mem_scope"].lower()
+    if row["outcome"] == "oom":
+        return None, False  # the run ended before its peak
     if any(word in scope for word in ("incremental", "sum over", "one layer", "estimated", "steady",
                                       "device minus", "about 96", "derived", "after every")):
         return None, False
