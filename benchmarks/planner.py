@@ -8,6 +8,7 @@ at most two rows that are not held out.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 import statistics
@@ -18,12 +19,15 @@ from itertools import combinations
 from pathlib import Path
 
 from benchmarks.planner_rows import (
+    MODELS,
     Case,
     cases,
+    outline_for,
     precision_for,
     test_groups_hash,
 )
 from benchmarks.planner_table import degree, faults, number, read_rows, unknown_columns
+from trimtab.arch.spec import DenseSpec
 from trimtab.plan.search import MEMORY_SHARE
 
 FROZEN = Path(__file__).with_name("planner_test_groups.txt")
@@ -216,7 +220,7 @@ def megatron_error(case: Case) -> float:
     lines = case.memory.lines
     states = sum(lines[k] for k in ("base_weights", "gradients", "moments", "masters"))
     row = case.row
-    h, f, layers, vocab = _megatron_sizes(row["model"], degree(row, "layers"))
+    h, f, layers, vocab = _megatron_sizes(row)
     tp, pp, tokens = degree(row, "tp"), degree(row, "pp"), degree(row, "seq") * degree(row, "mbs")
     activations = tokens * h * (18 + 4 * f / h) * layers + 8 * tokens * pp + tokens * h * pp
     if pp == 1:
@@ -224,14 +228,12 @@ def megatron_error(case: Case) -> float:
     return (states + activations / tp) / case.measured_memory - 1
 
 
-def _megatron_sizes(model: str, layers: int) -> tuple[int, int, int, int]:
-    for name, sizes in (
-        ("Llama3-70B", (8192, 28672, 128256)), ("Llama3-405B", (16384, 53248, 128256)),
-        ("DeepSeek-V2", (5120, 12288, 102400)), ("DeepSeek-V3", (7168, 18432, 129280)),
-    ):
-        if model.startswith(name):
-            return sizes[0], sizes[1], layers, sizes[2]
-    raise LookupError(model)
+def _megatron_sizes(row: Mapping[str, str]) -> tuple[int, int, int, int]:
+    """Hidden size, width of a dense block (of an expert where there is none), layers, vocabulary."""
+    outline = outline_for(row, json.loads(MODELS.read_text(encoding="utf-8")))
+    ffns = [layer.ffn for layer in outline.layers]
+    dense = next((ffn for ffn in ffns if isinstance(ffn, DenseSpec)), ffns[0])
+    return outline.hidden_size, dense.intermediate_size, outline.num_layers, outline.vocab_size
 
 
 def fit_table(found: list[Case]) -> None:
