@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from trimtab.arch.spec import DenseSpec, KDASpec, MLASpec, MoESpec
 
 _WIDE = 4
-# Sizes of the operators' tiles and buffers, as they stand in `trimtab.ops`.
-_LOSS_ROWS, _LOSS_TILE = 1024, 1 << 23
-_SCORE_TILE, _QUERY_BLOCK = 1 << 20, 128
-_EXPERT_ROWS, _EXPERT_BUFFER = 1024, 16 * 2**20
+# Sizes of the operators' tiles and buffers, as they stand in `trimtab.ops`; a test compares them.
+LOSS_ROWS, LOSS_TILE = 1024, 1 << 23
+SCORE_TILE, QUERY_BLOCK = 1 << 20, 128
+EXPERT_ROWS, EXPERT_BUFFER = 1024, 16 * 2**20
+# Bytes up to which a layer keeps gate and up of all rows.
+EXPERT_KEPT = 128 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +33,8 @@ def loss_bytes(rows: float, hidden: int, vocab: int) -> float:
         hidden: D.
         vocab: size of the head.
     """
-    block = min(rows, _LOSS_ROWS)
-    tile = min(block * vocab, _LOSS_TILE)
+    block = min(rows, LOSS_ROWS)
+    tile = min(block * vocab, LOSS_TILE)
     return _WIDE * (tile + 2 * block * hidden)
 
 
@@ -53,7 +55,7 @@ def ffn_moment(
         return Moment(d + 3.0 * width * ffn.intermediate_size * tokens)
     inner = ffn.latent.size if ffn.latent is not None else hidden
     widest = max(2 * ffn.intermediate_size, inner)
-    rows = max(128, min(_EXPERT_ROWS, _EXPERT_BUFFER // (widest * _WIDE)))
+    rows = max(128, min(EXPERT_ROWS, EXPERT_BUFFER // (widest * _WIDE)))
     buffers = _WIDE * rows * (3 * inner + 5 * ffn.intermediate_size)
     # Order and token of each routed row, its weight and the gradient of that.
     routed = tokens * ffn.top_k * (8 + 8 + 4 + 4)
@@ -90,6 +92,6 @@ def mixer_moment(
         # Rows of latent and shared key, and their gradient, in place of keys and values.
         gradients = width * heads * mixer.qk_head_dim + 2 * _WIDE * row * tokens
     incoming = 2.0 * width * heads * mixer.v_head_dim
-    rows = min(_QUERY_BLOCK, tokens)
-    scores = 2.0 * _WIDE * max(rows * sequence, min(_SCORE_TILE, mixer.num_heads * rows * sequence))
+    rows = min(QUERY_BLOCK, tokens)
+    scores = 2.0 * _WIDE * max(rows * sequence, min(SCORE_TILE, mixer.num_heads * rows * sequence))
     return Moment(d + gradients + incoming + scores)

@@ -3,8 +3,8 @@
 Knows: what Trimtab's own operators keep for the backward pass and work in, tensor by tensor. Does
 not know: torch, other programs (see `kept`), several devices (see `memory`).
 
-The experts keep their input and compute everything of a row again; attention keeps its output and
-the log-sum-exp of each row; the loss keeps its finished gradient. A frozen matrix keeps nothing, an
+The experts keep their input, and gate and up of all rows where those are few, else they compute a
+row again; attention keeps its output and the log-sum-exp of each row; the loss its finished gradient. A frozen matrix keeps nothing, an
 adapted one its input and the rank-wide product in between.
 
 Letters: T tokens of a micro-batch, D hidden, P heads times width, S streams, A active experts.
@@ -27,7 +27,7 @@ from trimtab.arch.spec import (
     MLASpec,
     MoESpec,
 )
-from trimtab.plan.own_moments import Moment, ffn_moment, loss_bytes, mixer_moment
+from trimtab.plan.own_moments import EXPERT_KEPT, Moment, ffn_moment, loss_bytes, mixer_moment
 
 _WIDE = 4  # islands, and all adapters
 _INDEX = 8
@@ -271,6 +271,9 @@ class _Model:
         if m.latent is None or any(name in ranks for name in into):
             yield d  # the norm's output: the input of the experts, or of an adapter
         yield _WIDE * (m.num_experts + 1 + 2 * m.top_k) + _INDEX * m.top_k
+        before_activation = _WIDE * 2.0 * m.intermediate_size * m.top_k
+        if before_activation * self.run.tokens <= EXPERT_KEPT:
+            yield before_activation
         if m.latent is not None:
             yield x * 2.0 * m.latent.size + _WIDE
             yield x * ranks.get("mlp.latent_down", 0)

@@ -87,3 +87,14 @@ def test_what_a_choice_does_to_the_peak() -> None:
     assert peak("kimi-linear-tiny", tokens=16384) == pytest.approx(2 * base, rel=0.05)
     assert peak("kimi-linear-tiny", rank=64) > base
     assert peak("kimi-linear-tiny", experts="per_expert") > base
+
+
+def test_sizes_of_tiles_are_those_of_the_operators() -> None:
+    from trimtab.ops.attention import packs, tiles
+    from trimtab.ops.fused import cross_entropy
+    from trimtab.ops.moe import experts, loop
+    from trimtab.plan import own_moments as said
+
+    assert (said.LOSS_ROWS, said.LOSS_TILE) == (cross_entropy._ROWS, cross_entropy._TILE_ELEMENTS)
+    assert (said.SCORE_TILE, said.QUERY_BLOCK) == (tiles.BUFFER_ELEMENTS, packs.QUERY_BLOCK)
+    assert (said.EXPERT_KEPT, said.EXPERT_BUFFER) == (experts.KEPT_BYTES, loop._BUFFER_BYTES)
