@@ -214,6 +214,19 @@ def test_bfloat16_activations_are_rounded_once(run):
     assert torch.equal(run(half), exact.to(torch.bfloat16))
 
 
+@pytest.mark.parametrize("run", [experts_grouped, pytest.param(experts_native, marks=needs_native)])
+@pytest.mark.usefixtures("poisoned", "kept")
+def test_bfloat16_weights_compute_what_their_float32_values_compute(run):
+    call, leaves = Inputs(33, 13, 10).call(torch.float32)
+    narrow = [DenseMatrices(leaves[name].to(torch.bfloat16)) for name in ("gate_up", "down")]
+    wide = [DenseMatrices(matrices.weight.to(torch.float32)) for matrices in narrow]
+    results = []
+    for gate_up, down in (narrow, wide):
+        out = run(replace(call, gate_up=gate_up, down=down))
+        results.append([out, *torch.autograd.grad(out.square().sum(), (leaves["x"], leaves["weights"]))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def in_mxfp4(call: ExpertCall) -> tuple[ExpertCall, ExpertCall]:
     """A call with packed matrices, and with what these decode to."""
     packed, dense = [], []
