@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 import yaml
 
-from trimtab.config.cluster import Shares, parse_cluster
+from trimtab.config.cluster import parse_cluster
+from trimtab.config.cluster_document import Shares
 from trimtab.config.document import document_of
 from trimtab.errors import ConfigError
 from trimtab.parallel.collectives import CollectiveSpeed, measure_collectives

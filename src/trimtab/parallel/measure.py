@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trimtab.config.cluster import Shares
+from trimtab.config.cluster_document import Shares
 
 _RUNS, _MOST_RUNS, _SECONDS = 5, 200, 0.5
 _LAUNCHES = 200

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 from trimtab.arch.outline import Outline
 from trimtab.arch.spec import MoESpec
-from trimtab.config.cluster import GRADES, Cluster, Collective, Grade
+from trimtab.config.cluster import Cluster, Collective
+from trimtab.config.cluster_document import GRADES, Grade
 from trimtab.plan.job import Job
 from trimtab.plan.placement import Degrees, Span, expert_span, span_of
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from trimtab.config.cluster import Grade
+from trimtab.config.cluster_document import Grade
 from trimtab.plan.changes import Change, helpful
 from trimtab.plan.grades import memory_grades, used_grades, worst_of
 from trimtab.plan.legal import require_possible

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.config.cluster import Grade
+from trimtab.config.cluster_document import Grade
 from trimtab.plan.grades import memory_grades, used_grades, worst_of
 from trimtab.plan.placement import describe_ranks, require_ranks
 from trimtab.plan.question import Question

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.config.cluster import GRADES, cluster_names, load_cluster
+from trimtab.config.cluster import cluster_names, load_cluster
+from trimtab.config.cluster_document import GRADES
 from trimtab.errors import ConfigError
 
 WANTED = {
