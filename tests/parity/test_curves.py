@@ -90,7 +90,8 @@ def start_adapter(
     """An adapter file whose B is not zero, so that A moves from the first step on."""
     arch = load_arch(dict(config), "tiny")
     targets = resolve_targets(
-        arch, target_modules=groups_of(arch), rank=4, alpha=8, experts=experts
+        arch, target_modules=groups_of(arch), rank=4, alpha=8, experts=experts,
+        scaling="rslora" if config["model_type"] == "deepseek_v3" else "standard",
     )
     draw = torch.Generator().manual_seed(3)
     tensors = {
