@@ -3,19 +3,24 @@
 Knows: fsspec, the order in which files are copied, how many copies stay. Does not know: what a
 state holds, credentials: these are the environment's matter and stand in no URL.
 
-A state without its manifest is no state: the manifest is copied last and removed first.
+A state without its manifest is no state: the manifest is copied last and removed first. Copies are
+made in a thread of their own, so that neither training nor the next save waits for a slow store; of
+states that have to wait only the newest is copied.
 """
 
 from __future__ import annotations
 
 import posixpath
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol, Self, cast
 
 from trimtab.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from trimtab.checkpoint.remote import connect
 from trimtab.config.watch import CheckpointSection
-from trimtab.errors import RunError
+from trimtab.errors import CheckpointError, RunError
 
 _PREFIX = "step-"
 
@@ -45,19 +50,48 @@ class Mirror:
         say: told of copies that failed; a run does not end for them.
 
     Raises:
-        RunError: TT604, the package for such URLs is not installed.
+        RunError: TT604, such URLs are not known, or their package is not installed.
     """
 
     def __init__(self, url: str, *, keep: int, say: Callable[[str], None]) -> None:
-        import fsspec  # type: ignore[import-untyped]  # it ships no types
-
         try:
-            system, root = fsspec.core.url_to_fs(url)
-        except (ImportError, ValueError) as error:
-            raise RunError("TT604", "checkpoint.mirror", f"cannot be written: {error}", value=url,
-                           hint="pip install 'trimtab[s3]' for s3 URLs") from error
+            system, root = connect(url)
+        except CheckpointError as error:
+            raise RunError("TT604", "checkpoint.mirror", f"cannot be written: {error.rule}",
+                           value=url, hint=error.hint) from error
         self._files = cast(_FileSystem, system)
-        self._root, self._url, self._keep, self._say = str(root), url, keep, say
+        self._root, self._url, self._keep, self._say = root, url, keep, say
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="mirror")
+        self._lock = threading.Lock()
+        self._waiting: Path | None = None
+        self._copied: Path | None = None  # at this moment
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        # The newest state is worth waiting for; a store that does not answer ends by its own limits.
+        self._pool.shutdown(wait=True)
+
+    def copy_later(self, state: Path) -> None:
+        """Copy a finished state in the background, once the copy before is done."""
+        with self._lock:
+            self._waiting = state
+        self._pool.submit(self._copy_waiting)
+
+    def in_use(self) -> frozenset[Path]:
+        """States that must stay on disk until they are copied."""
+        with self._lock:
+            return frozenset(p for p in (self._waiting, self._copied) if p is not None)
+
+    def _copy_waiting(self) -> None:
+        with self._lock:
+            state, self._waiting = self._waiting, None
+            self._copied = state
+        if state is not None:  # else a newer one took its place and is copied already
+            self.copy(state)
+        with self._lock:
+            self._copied = None
 
     def copy(self, state: Path) -> None:
         """Copy one finished state and remove all but the newest."""

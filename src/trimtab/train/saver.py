@@ -10,7 +10,7 @@ before it untouched.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +20,7 @@ import torch
 from torch.nn import Parameter
 
 from trimtab.errors import RunError
+from trimtab.train.mirror import Mirror
 from trimtab.train.state import TrainState, snapshot, write_state
 
 MAKE_ROOM = "the states before it are whole; make room and run the same command again"
@@ -36,13 +37,11 @@ class Saver:
     Args:
         checkpoints: directory of the states.
         keep: how many stay.
-        after: called in the writing thread with each finished directory.
+        mirror: gets each finished directory.
     """
 
-    def __init__(
-        self, checkpoints: Path, *, keep: int, after: Callable[[Path], None] | None = None
-    ) -> None:
-        self._checkpoints, self._keep, self._after = checkpoints, keep, after
+    def __init__(self, checkpoints: Path, *, keep: int, mirror: Mirror | None = None) -> None:
+        self._checkpoints, self._keep, self._mirror = checkpoints, keep, mirror
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._pending: Future[None] | None = None
 
@@ -79,9 +78,10 @@ class Saver:
     def _write(
         self, state: TrainState, tensors: dict[str, torch.Tensor], moments: dict[str, torch.Tensor]
     ) -> None:
-        path = write_state(self._checkpoints, state, tensors, moments, keep=self._keep)
-        if self._after is not None:
-            self._after(path)
+        in_use = frozenset() if self._mirror is None else self._mirror.in_use()
+        path = write_state(self._checkpoints, state, tensors, moments, keep=self._keep, in_use=in_use)
+        if self._mirror is not None:
+            self._mirror.copy_later(path)
 
     def __enter__(self) -> Self:
         return self

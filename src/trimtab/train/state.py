@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -63,9 +63,9 @@ def snapshot(
 
 def write_state(
     checkpoints: Path, state: TrainState, adapters: Mapping[str, Tensor],
-    moments: Mapping[str, Tensor], *, keep: int,
+    moments: Mapping[str, Tensor], *, keep: int, in_use: Collection[Path] = (),
 ) -> Path:
-    """Write `checkpoints/step-N` and then remove all but the newest `keep`.
+    """Write `checkpoints/step-N` and then remove all but the newest `keep` and those in use.
 
     Returns:
         The directory written.
@@ -78,7 +78,8 @@ def write_state(
         out.write("optimizer.safetensors", save(dict(moments)))
         out.write("state.json", (json.dumps(asdict(state), indent=1) + "\n").encode())
     for old in _whole_states(checkpoints)[max(1, keep):]:
-        _remove(old)
+        if old not in in_use:
+            _remove(old)
     return path
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -58,8 +59,8 @@ def run_steps(
     with (
         open_trackers(job.recipe.track, job.run.root, job.run.metrics, state.step,
                       say.say) as trackers,
-        Saver(job.run.checkpoints, keep=job.recipe.checkpoint.keep,
-              after=None if mirror is None else mirror.copy) as saver,
+        nullcontext() if mirror is None else mirror,
+        Saver(job.run.checkpoints, keep=job.recipe.checkpoint.keep, mirror=mirror) as saver,
         say.progress("training") as update,
     ):
         steps = _Steps(job, state, record, say, saver)
