@@ -29,7 +29,7 @@ from tests.support.prompts import Prompt, image_batch
 from trimtab.arch.spec import ArchSpec
 from trimtab.checkpoint.codec import Part, parts
 from trimtab.checkpoint.load import load_model
-from trimtab.models.context import ForwardContext
+from trimtab.models.context import ForwardContext, Recompute
 from trimtab.models.decoder import CausalLM
 from trimtab.models.tape import ChoiceTape
 
@@ -207,8 +207,7 @@ def rows(model_name: str, folder: Path, dtype: str) -> Iterator[Row]:
             for place, value in theirs.items()
         ]
         yield row("hidden states of every layer", max(errors), "model.hidden")
-    for recompute in (False, True):
-        name = "gradients, layers recomputed" if recompute else "gradients"
+    for name, recompute in (("gradients", "none"), ("gradients, layers recomputed", "layer")):
         worst = _gradient_error(model, arch, prompts, reference.gradients, recompute)
         yield row(name, worst, "model.gradients")
     yield row("cached decoding = full pass", _cached_error(model, prompts[1], full[1]), "self")
@@ -247,7 +246,7 @@ def _packed_error(model: CausalLM, prompts: list[Prompt], full: tuple[Tensor, ..
 
 def _gradient_error(
     model: CausalLM, arch: ArchSpec, prompts: list[Prompt], expected: dict[str, Tensor],
-    recompute: bool,
+    recompute: Recompute,
 ) -> float:
     """Worst over released tensors; a tensor without gradient on one side must have none or 0."""
     model.requires_grad_(True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 import torch
 from numpy.typing import ArrayLike
@@ -13,6 +14,8 @@ from torch import Tensor
 from trimtab.models.cache import ModelCache
 from trimtab.models.tape import C, ChoiceTape
 from trimtab.ops.attention.packs import PackBorders, pack_borders
+
+Recompute = Literal["none", "layer", "selective"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +98,8 @@ class ForwardContext:
         stats: called by every router with what it did.
         observe: called as observe(name, tensor) with hidden states.
         dropout: set while training; None switches dropout off.
-        recompute: layers are computed again in the backward pass instead of kept.
+        recompute: `layer` computes layers again in the backward pass instead of keeping what they
+            need for it; `selective` does so but for the results named in `ops.keep`.
         images: whose features replace the rows of their placeholder tokens.
         capacity: most tokens of an expert over the mean load; more are dropped. None drops none.
     """
@@ -109,7 +113,7 @@ class ForwardContext:
     stats: Callable[[Routing], None] | None = None
     observe: Callable[[str, Tensor], None] | None = None
     dropout: DropoutKey | None = None
-    recompute: bool = False
+    recompute: Recompute = "none"
     images: ImageBatch | None = None
     capacity: float | None = None
 
@@ -120,7 +124,7 @@ class ForwardContext:
         cache: ModelCache | None = None, tape: ChoiceTape | None = None,
         stats: Callable[[Routing], None] | None = None,
         observe: Callable[[str, Tensor], None] | None = None,
-        dropout: DropoutKey | None = None, recompute: bool = False,
+        dropout: DropoutKey | None = None, recompute: Recompute = "none",
         images: ImageBatch | None = None, capacity: float | None = None,
     ) -> ForwardContext:
         """A context for sequences of the given lengths; the fields are those of the class."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from trimtab.models.moe import GatedFFN, MoE
 from trimtab.models.residual import StreamState, add_output, add_sites, start, starts_block
 from trimtab.models.vision import Projector, VisionTower, check_images
 from trimtab.ops.backends import OpTable
+from trimtab.ops.keep import KeptResults
 from trimtab.ops.precision import linear
 
 
@@ -145,10 +147,10 @@ class CausalLM(nn.Module):
         _observe(ctx, "embed", x)
         state, selected = start(self.arch, x, self.ops), None
         for index, layer in enumerate(self.layers):
-            if ctx.recompute and torch.is_grad_enabled():
+            if ctx.recompute != "none" and torch.is_grad_enabled():
                 state, selected = checkpoint(
-                    layer, state, selected, ctx, use_reentrant=False, context_fn=_replay(ctx),
-                    preserve_rng_state=False,
+                    layer, state, selected, ctx, use_reentrant=False,
+                    context_fn=partial(_passes, ctx), preserve_rng_state=False,
                 )
             else:
                 state, selected = layer(state, selected, ctx)
@@ -214,10 +216,26 @@ def _observe(ctx: ForwardContext, name: str, value: Tensor) -> None:
         ctx.observe(name, value)
 
 
-def _replay(ctx: ForwardContext) -> Any:
-    """Contexts of the first pass and of recomputation; the latter replays the tape."""
+class _Pass:
+    """Contexts that are entered anew each time: a graph that is kept is recomputed more than once."""
 
-    def contexts() -> tuple[Any, Any]:
-        return nullcontext(), nullcontext() if ctx.tape is None else ctx.tape.replaying()
+    def __init__(self, *contexts: Callable[[], AbstractContextManager[None]]) -> None:
+        self._contexts = contexts
+        self._entered = ExitStack()
 
-    return contexts
+    def __enter__(self) -> None:
+        self._entered = ExitStack()
+        for context in self._contexts:
+            self._entered.enter_context(context())
+
+    def __exit__(self, *reason: Any) -> None:
+        self._entered.__exit__(*reason)
+
+
+def _passes(ctx: ForwardContext) -> tuple[_Pass, _Pass]:
+    """The first pass of a layer, and its recomputation, which replays choices and kept results."""
+    replays = () if ctx.tape is None else (ctx.tape.replaying,)
+    if ctx.recompute == "layer":
+        return _Pass(), _Pass(*replays)
+    kept = KeptResults()
+    return _Pass(kept.recording), _Pass(*replays, kept.replaying)

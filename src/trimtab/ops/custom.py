@@ -11,6 +11,8 @@ from typing import Generic, TypeVar, cast
 
 import torch
 
+from trimtab.ops.keep import KEPT_OPERATORS, keeping
+
 R = TypeVar("R")
 
 
@@ -26,9 +28,11 @@ class CustomOp(Generic[R]):
     def __init__(self, name: str, function: Callable[..., R], schema: str | None = None) -> None:
         schema = schema or torch.library.infer_schema(function, mutates_args=())
         torch.library.define(name, schema)
-        torch.library.impl(name, "CompositeExplicitAutograd", function)
+        leaf = name.removeprefix("trimtab::")
+        run = keeping(function) if leaf in KEPT_OPERATORS else function
+        torch.library.impl(name, "CompositeExplicitAutograd", run)
         self.name = name
-        self.packet = getattr(torch.ops.trimtab, name.removeprefix("trimtab::"))
+        self.packet = getattr(torch.ops.trimtab, leaf)
 
     def __call__(self, *args: object, **kwargs: object) -> R:
         """Call it through torch's dispatcher."""

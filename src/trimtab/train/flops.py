@@ -7,12 +7,15 @@ architectures: nothing is derived from a formula of the model.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn import Parameter
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from trimtab.models.decoder import CausalLM
+from trimtab.ops.keep import KEPT_OPERATORS, replays
 from trimtab.train.batch import MicroBatch
 from trimtab.train.step import StepOptions, loss_sums
 
@@ -24,7 +27,7 @@ def count_flops(
 ) -> int:
     """Floating-point operations of the matrix products in one forward and backward pass.
 
-    Recomputed layers count as often as they run. The pass is an extra one whose gradients are
+    Recomputed layers count as often as they run, kept results once. The pass is an extra one whose gradients are
     dropped, because a counter may change which kernels run, and with them the last bits.
 
     Args:
@@ -33,7 +36,7 @@ def count_flops(
         parameters: of the adapters.
         options: of the run.
     """
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping=_of_kept_operators()) as counter:
         sums = loss_sums(model, batch, 0, options, None)
         totals = [total for total, _ in sums.by_role.values()]
         loss = torch.stack(totals).sum()
@@ -42,6 +45,23 @@ def count_flops(
     for parameter in parameters:
         parameter.grad = None
     return int(counter.get_total_flops())
+
+
+def _of_kept_operators() -> dict[Any, Any]:
+    """Formulas that are 0 where the operator gives back what it kept."""
+    found = {}
+    for name in KEPT_OPERATORS:
+        packet = getattr(torch.ops.trimtab, name, None)
+        if packet in flop_registry:
+            found[packet] = _unless_kept(flop_registry[packet])
+    return found
+
+
+def _unless_kept(formula: Callable[..., int]) -> Callable[..., int]:
+    def flops(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        return 0 if replays() else formula(*args, out_val=out_shape, **kwargs)
+
+    return flops
 
 
 def matrix_speed(device: torch.device, dtype: torch.dtype) -> float:

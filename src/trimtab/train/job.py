@@ -139,7 +139,7 @@ def assemble(
         build_optimizer(parameters, plan.targets, options), data,
         Schedule.from_ratio(settings.scheduler, steps, settings.warmup_ratio),
         StepOptions(plan.batch, recipe.seed, settings.max_grad_norm, length.on_nan,
-                    length.recompute == "layer", branches_of(parameters, plan.targets),
+                    length.recompute, branches_of(parameters, plan.targets),
                     RoutingOptions(length.router.balance, length.router.aux_loss_coef,
                                    recipe.parallel.capacity_factor)),
     )

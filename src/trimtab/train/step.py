@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from trimtab.data.packing import IGNORED, Pack
 from trimtab.errors import RunError
-from trimtab.models.context import DropoutKey, ForwardContext
+from trimtab.models.context import DropoutKey, ForwardContext, Recompute
 from trimtab.models.decoder import CausalLM
 from trimtab.models.tape import ChoiceTape
 from trimtab.train.batch import MicroBatch, micro_batches, on_device
@@ -39,7 +39,7 @@ class StepOptions:
         seed: of the dropout masks.
         max_grad_norm: gradients with a larger global norm are scaled down.
         on_nan: what follows a loss or gradient that is not finite.
-        recompute: layers are computed again in the backward pass.
+        recompute: what is computed again in the backward pass, see `ForwardContext`.
         branches: branch of each parameter, in their order, for the gradient norms.
         routing: what is done about the load of experts.
     """
@@ -48,7 +48,7 @@ class StepOptions:
     seed: int
     max_grad_norm: float | None
     on_nan: OnNaN
-    recompute: bool
+    recompute: Recompute
     branches: tuple[str, ...] = ()
     routing: RoutingOptions = field(default_factory=RoutingOptions)
 
@@ -207,7 +207,7 @@ def loss_sums(
         valid=batch.valid.to(device),
         token_ids=batch.token_ids.to(device),
         # Recomputed layers must route their tokens as the first pass did.
-        tape=ChoiceTape() if options.recompute else None,
+        tape=None if options.recompute == "none" else ChoiceTape(),
         stats=sink,
         dropout=DropoutKey(options.seed, step),
         recompute=options.recompute,

@@ -162,6 +162,6 @@ def batch_loss(model: CausalLM, batch: Batch) -> Tensor:
     for ids in batch:
         rows.extend(range(start, start + len(ids) - 1))
         start += len(ids)
-    context = ForwardContext.packed([len(ids) for ids in batch], tape=ChoiceTape(), recompute=True)
+    context = ForwardContext.packed([len(ids) for ids in batch], tape=ChoiceTape(), recompute="layer")
     hidden = model(tokens, context)[torch.tensor(rows)]
     return model.token_losses(hidden, labels).mean()

@@ -183,7 +183,7 @@ def test_every_alias_leads_to_a_key_that_exists() -> None:
         ("alpha: 64", "alpha: true", "TT102", "finetune.lora.alpha"),
         ("rank: 32", "rank: 8.5", "TT102", "finetune.lora.rank"),
         ("lr: 1.0e-4", "lr: .nan", "TT102", "finetune.optimizer.lr"),
-        ("method: lora", "recompute: selective", "TT102", "finetune.recompute"),
+        ("method: lora", "recompute: some", "TT102", "finetune.recompute"),
         ("rank: 32", "experts: all", "TT102", "finetune.lora.experts"),
         ("output: runs/x", "output: runs/x\nparallel: {tp: 2, ep: 3}", "TT105", "parallel.ep"),
         ("output: runs/x", "output: runs/x\nparallel: {pp: 2, stages: [1, 2, 3]}", "TT105",

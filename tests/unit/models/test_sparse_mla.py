@@ -17,7 +17,7 @@ from trimtab.arch.presets import preset_config
 from trimtab.checkpoint.init import init_checkpoint
 from trimtab.checkpoint.load import load_model
 from trimtab.models import indexer, mla
-from trimtab.models.context import DropoutKey, ForwardContext
+from trimtab.models.context import DropoutKey, ForwardContext, Recompute
 from trimtab.models.decoder import CausalLM
 from trimtab.models.lora import inject, lora_parameters
 from trimtab.models.tape import ChoiceTape
@@ -80,13 +80,13 @@ def run(model: CausalLM, **fields: Any) -> list[Tensor]:
     return [hidden, *(p.grad for p in lora_parameters(model).values() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "layer", "selective"])
 @pytest.mark.parametrize("name", ["gather", "tiles"])
-def test_adapters_on_kv_b_get_the_same_gradients(model: CausalLM, name: str, recompute: bool) -> None:
+def test_adapters_on_kv_b_get_the_same_gradients(model: CausalLM, name: str, recompute: Recompute) -> None:
     expected = run(with_ops(adapted(model), attention="reference", indexer="reference"))
     found = run(
         with_ops(adapted(model), attention=name, indexer="blocks"),
-        recompute=recompute, tape=ChoiceTape() if recompute else None,
+        recompute=recompute, tape=None if recompute == "none" else ChoiceTape(),
     )
     assert len(found) == len(expected) == 9
     assert all(bool(g.any()) for g in found)

@@ -16,7 +16,7 @@ from trimtab.data.packing import Pack
 from trimtab.data.stream import DataStream
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.errors import RunError
-from trimtab.models.context import ForwardContext
+from trimtab.models.context import ForwardContext, Recompute
 from trimtab.models.decoder import CausalLM
 from trimtab.models.lora import inject, lora_parameters
 from trimtab.train.plan import BatchPlan
@@ -43,7 +43,7 @@ def adapted(checkpoint: Path, *, dropout: float = 0.1, nonzero: bool = True) -> 
 
 
 def step(
-    model: CausalLM, batch: list[Pack], micro: int, *, recompute: bool = False,
+    model: CausalLM, batch: list[Pack], micro: int, *, recompute: Recompute = "none",
     on_nan: OnNaN = "error",
 ) -> tuple[StepResult, dict[str, Tensor]]:
     named = lora_parameters(model)
@@ -75,9 +75,22 @@ def test_recomputation_changes_nothing(tmp_path: Path, checkpoint: Path) -> None
     model = adapted(checkpoint)
     batch = packs(tmp_path, checkpoint, 2)
     kept, gradient = step(model, batch, 128)
-    again, recomputed = step(model, batch, 128, recompute=True)
-    assert kept.loss == again.loss
-    assert_close(gradient, recomputed, 1e-6)
+    for recompute in ("layer", "selective"):
+        again, recomputed = step(model, batch, 128, recompute=recompute)
+        assert kept.loss == again.loss
+        assert_close(gradient, recomputed, 1e-6)
+
+
+def test_selective_recomputation_gives_the_bits_of_recomputing_everything(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    model = adapted(checkpoint)
+    batch = packs(tmp_path, checkpoint, 2)
+    (whole, every), (kept, some) = (
+        step(model, batch, 128, recompute=recompute) for recompute in ("layer", "selective")
+    )
+    assert whole.loss == kept.loss and every.keys() == some.keys()
+    assert all(torch.equal(every[name], some[name]) for name in every)
 
 
 def test_a_zero_b_gives_the_base_logits_bit_for_bit(checkpoint: Path) -> None:
@@ -106,7 +119,7 @@ def test_steps_on_one_batch_lower_its_loss(tmp_path: Path, checkpoint: Path) -> 
     model = adapted(checkpoint, dropout=0.0, nonzero=False)
     batch = packs(tmp_path, checkpoint, 1)
     named = lora_parameters(model)
-    options = StepOptions(BatchPlan(64, 64, 64), 17, 1.0, "error", False)
+    options = StepOptions(BatchPlan(64, 64, 64), 17, 1.0, "error", "none")
     optimizer = torch.optim.AdamW(named.values(), lr=3e-2)
     losses = [
         train_step(model, batch, list(named.values()), optimizer, step=i, options=options).loss

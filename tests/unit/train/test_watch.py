@@ -55,12 +55,12 @@ def test_operations_are_counted_with_recomputation_and_leave_no_gradient(
     parameters = list(lora_parameters(model).values())
     counts = [
         count_flops(model, batch, parameters, StepOptions(PLAN, 17, None, "error", recompute))
-        for recompute in (False, True)
+        for recompute in ("none", "layer", "selective")
     ]
     assert all(p.grad is None for p in parameters)
     # Every token meets the output head and its gradient; recomputation repeats the layers.
     head = 2 * 2 * int((batch.labels >= 0).sum()) * model.head_weight.numel()
-    assert head < counts[0] < counts[1] < 2 * counts[0]
+    assert head < counts[0] < counts[2] < counts[1] < 2 * counts[0]
 
 
 def test_gradient_norms_of_branches_add_up_to_the_global_one(
@@ -69,7 +69,7 @@ def test_gradient_norms_of_branches_add_up_to_the_global_one(
     model = adapted(checkpoint)
     named = lora_parameters(model)
     (batch,) = micro_batches(packs(tmp_path, checkpoint, 1), PLAN)
-    options = StepOptions(PLAN, 17, None, "error", False)
+    options = StepOptions(PLAN, 17, None, "error", "none")
     sum(total for total, _ in loss_sums(model, batch, 0, options, None).by_role.values()).backward()  # type: ignore[union-attr]
     branches = ["kda" if ".0." in name else "rest" for name in named]
     norms = norm_by_branch(list(named.values()), branches)
@@ -80,7 +80,7 @@ def test_gradient_norms_of_branches_add_up_to_the_global_one(
 
 def test_losses_of_both_sources_add_up(tmp_path: Path, checkpoint: Path) -> None:
     model = adapted(checkpoint)
-    options = StepOptions(BatchPlan(256, 256, 64), 17, None, "error", False)
+    options = StepOptions(BatchPlan(256, 256, 64), 17, None, "error", "none")
     (batch,) = micro_batches(packs(tmp_path, checkpoint, 4), options.plan)
     found = loss_sums(model, batch, 0, options, None).by_role
     assert set(found) == {"domain", "general"}
