@@ -110,6 +110,15 @@ def interleave(
 def peak_extra_bytes(work: Callable[..., object], *args: object, threads: int = 1) -> int:
     """Peak resident bytes of `prepared()` above the resident bytes before it, in a fresh process.
 
+    See `peak_bytes`.
+    """
+    begin, peak = peak_bytes(work, *args, threads=threads)
+    return peak - begin
+
+
+def peak_bytes(work: Callable[..., object], *args: object, threads: int = 1) -> tuple[int, int]:
+    """Resident bytes before `prepared()` and their peak during it, in a fresh process.
+
     Args:
         work: importable function; called with `args` it prepares and returns the callable to measure.
         args: plain values.
@@ -121,7 +130,8 @@ def peak_extra_bytes(work: Callable[..., object], *args: object, threads: int = 
     process.start()
     send.close()
     try:
-        return int(receive.recv())
+        begin, peak = receive.recv()
+        return int(begin), int(peak)
     except EOFError:
         raise SystemExit(f"{work.__name__}{args} died while its memory was measured") from None
     finally:
@@ -137,7 +147,7 @@ def _measure(send: Any, work: Callable[..., Callable[[], object]], args: tuple[o
     Path("/proc/self/clear_refs").write_text("5")
     begin = _status("VmRSS")
     prepared()
-    send.send(_status("VmHWM") - begin)
+    send.send((begin, _status("VmHWM")))
     send.close()
 
 

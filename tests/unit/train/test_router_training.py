@@ -38,7 +38,7 @@ AUX = ("finetune.router.train=full", "finetune.router.balance=aux", "finetune.ro
 
 def step(
     model: CausalLM, batch: list[Pack], micro: int, routing: RoutingOptions, *,
-    recompute: bool = False,
+    recompute: Recompute = "none",
 ) -> tuple[StepResult, dict[str, Tensor], RouterLoad]:
     named = {n: p for n, p in trainable_parameters(model).items() if p.requires_grad}
     options = StepOptions(BatchPlan(64 * len(batch), micro, 64), 17, None, "error", recompute,
@@ -78,7 +78,7 @@ def test_recomputation_changes_nothing(
     model, batch = with_routers(checkpoint), packs(tmp_path, checkpoint, 2)
     routing = RoutingOptions("aux", 0.5, capacity)
     kept, gradient, load = step(model, batch, 64, routing)
-    again, recomputed, second = step(model, batch, 64, routing, recompute=True)
+    again, recomputed, second = step(model, batch, 64, routing, recompute="layer")
     assert kept.loss == again.loss and load.balance(100) == second.balance(100)
     assert load.histogram() == second.histogram() and load.dropped() == second.dropped()
     assert_close(gradient, recomputed, 1e-6)
