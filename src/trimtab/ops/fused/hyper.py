@@ -11,6 +11,7 @@ Letters: T tokens, S streams, D hidden.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,8 +57,11 @@ def hyper_read_fwd(
         pre = _logits(raw[part], base, scale, s)[0].sigmoid().add_(eps)
         x[part] = torch.bmm(pre.unsqueeze(1), wide).squeeze(1)
     _, post, comb = _logits(raw, base, scale, s)
-    mixing = torch.softmax(comb.unflatten(1, (s, s)), -1).add_(eps)
-    return x, post.sigmoid().mul_(2), _sinkhorn(mixing, steps, eps)[-1][0], raw, norms
+    mixing = torch.softmax(_tokens_last(comb), 1).add_(eps)
+    for step in range(2 * steps - 1):  # in place, where the backward pass keeps every one
+        mixing.div_(mixing.sum(step % 2, keepdim=True).add_(eps))
+    mixed = mixing.permute(2, 0, 1).contiguous()
+    return x, post.sigmoid().mul_(2), mixed, raw, norms
 
 
 def _logits(raw: Tensor, base: Tensor, scale: Tensor, s: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,11 +75,23 @@ def _logits(raw: Tensor, base: Tensor, scale: Tensor, s: int) -> tuple[Tensor, T
     return pre, post, comb
 
 
+def _tokens_last(matrices: Tensor) -> Tensor:
+    """[T, S S] -> [S, S, T]: sums over four neighbours in memory are ten times slower than over rows."""
+    s = math.isqrt(matrices.shape[1])
+    return matrices.mT.contiguous().view(s, s, -1)
+
+
 def _sinkhorn(matrix: Tensor, steps: int, eps: float) -> list[tuple[Tensor, Tensor, int]]:
-    """Every normalisation of `trimtab.ops.hyper.sinkhorn`: (result, sums divided by, dimension)."""
+    """Every normalisation of `trimtab.ops.hyper.sinkhorn`: (result, sums divided by, dimension).
+
+    Args:
+        matrix: [S, S, T].
+        steps: normalisations of the columns.
+        eps: added to every sum.
+    """
     done = []
     for step in range(2 * steps - 1):
-        dim = -1 if step % 2 else -2
+        dim = step % 2
         sums = matrix.sum(dim, keepdim=True).add_(eps)
         matrix = matrix / sums
         done.append((matrix, sums, dim))
@@ -126,12 +142,12 @@ def _weight_grads(
         _, post, comb = _logits(raw[part], base, scale, s)
         half = post.sigmoid()
         d_logits[part, s : 2 * s] = d_post[part] * 2 * half * (1 - half)
-        share = torch.softmax(comb.unflatten(1, (s, s)), -1)
-        g = d_comb[part].to(raw.dtype)
+        share = torch.softmax(_tokens_last(comb), 1)
+        g = _tokens_last(d_comb[part].to(raw.dtype).flatten(1))
         for result, sums, dim in reversed(_sinkhorn(share + eps, steps, eps)):
             g = (g - (g * result).sum(dim, keepdim=True)) / sums
-        g = share * (g - (g * share).sum(-1, keepdim=True))
-        d_logits[part, 2 * s :] = g.flatten(1)
+        g = share * (g - (g * share).sum(1, keepdim=True))
+        d_logits[part, 2 * s :] = g.flatten(0, 1).mT
     return d_logits
 
 
