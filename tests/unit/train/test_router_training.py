@@ -21,6 +21,7 @@ from trimtab.checkpoint.merge import copy_checkpoint, export_adapter
 from trimtab.checkpoint.source import open_source
 from trimtab.data.packing import Pack
 from trimtab.errors import AdapterError, ConfigError
+from trimtab.models.context import Recompute
 from trimtab.models.decoder import CausalLM
 from trimtab.models.full import full_parameters, train_full
 from trimtab.models.lora import disabled, trainable_parameters
