@@ -19,6 +19,9 @@ FREE_KEYS = frozenset({
 })
 """Keys that change how a run is carried out or how long it goes on, not what it computes."""
 
+_FIXED_WITHIN = {"parallel": "capacity_factor"}
+"""What below a free key changes what is computed all the same: a capacity factor drops tokens."""
+
 Tree = Mapping[str, object]
 
 
@@ -51,6 +54,9 @@ def _leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, object]]:
     for key, value in tree.items():
         path = f"{prefix}{key}"
         if path in FREE_KEYS:
+            inner = _FIXED_WITHIN.get(path)
+            if inner is not None and isinstance(value, Mapping):
+                yield f"{path}.{inner}", value.get(inner)
             continue
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{path}.")

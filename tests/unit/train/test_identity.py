@@ -37,7 +37,7 @@ def test_values_that_do_not_change_the_numbers_may_change(path: str, value: obje
 @pytest.mark.parametrize(
     ("path", "value"),
     [("seed", 1), ("finetune.lora.rank", 16), ("finetune.lora.target_modules", ["k_proj"]),
-     ("model.path", "other"), ("finetune.lora.extra", 1)],
+     ("model.path", "other"), ("finetune.lora.extra", 1), ("parallel.capacity_factor", 1.25)],
 )
 def test_values_that_change_the_numbers_are_named(path: str, value: object) -> None:
     (found,) = fixed_differences(RECIPE, changed(path, value))

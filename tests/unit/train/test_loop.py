@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.unit.train.tiny_run import recipe_for, write_checkpoint
+from trimtab.checkpoint.manifest import MANIFEST_NAME
+from trimtab.checkpoint.marker import MARKER_NAME
 from trimtab.config.load import load_recipe
 from trimtab.errors import AdapterError, RunError
 from trimtab.train.loop import finetune
@@ -107,8 +109,8 @@ def test_a_process_killed_outright_resumes_with_the_same_bits(
     command = [sys.executable, "-m", "trimtab", "finetune", str(tmp_path / "recipe.yaml")]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as job:
         deadline = time.monotonic() + 120
-        metrics = run / "metrics.jsonl"
-        while not metrics.exists() or len(list(read_metrics(metrics))) < 3:
+        state = run / "checkpoints" / "step-2"  # written in the background, some steps later
+        while not (state / MANIFEST_NAME).exists() or (state / MARKER_NAME).exists():
             assert job.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
         job.kill()
