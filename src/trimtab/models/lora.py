@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,8 +51,10 @@ class LoRA(nn.Module):
         if not self.enabled:
             return x.new_zeros(*x.shape[:-1], self.B.shape[0])
         if ctx.dropout is not None and self.dropout > 0:
-            x = x * self._dropout_mask(x, ctx)
-        return linear(linear(x, self.A), self.B) * self.scaling
+            inner: Tensor = _DroppedProduct.apply(x, self._kept(x, ctx), self.A, self.dropout)  # type: ignore[no-untyped-call]
+        else:
+            inner = linear(x, self.A)
+        return linear(inner, self.B) * self.scaling
 
     def delta(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """scaling * B A, [out, in], computed in `dtype`."""
@@ -59,12 +62,42 @@ class LoRA(nn.Module):
             return torch.zeros(self.B.shape[0], self.A.shape[1], dtype=dtype)
         return (self.B.to(dtype) @ self.A.to(dtype)) * self.scaling
 
-    def _dropout_mask(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+    def _kept(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """[T, in] bool, False where dropout takes effect."""
         if ctx.dropout is None or ctx.token_ids is None:
             raise ValueError("dropout needs the global token numbers of the pack")
         key = name_seed(ctx.dropout.seed, f"{ctx.dropout.step}/{self.fqn}")
-        kept = keep_mask(ctx.token_ids, x.shape[-1], key, self.dropout)
-        return kept.to(x.dtype) / (1.0 - self.dropout)
+        return keep_mask(ctx.token_ids, x.shape[-1], key, self.dropout)
+
+
+class _DroppedProduct(torch.autograd.Function):
+    """dropout(x) A^T that keeps x, which all adapters on it share, and one byte per element.
+
+    The product of x and its mask is made again in the backward pass: kept, it and the mask as
+    numbers would be two more inputs for every adapter.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: Tensor, a: Tensor, rate: float) -> Tensor:
+        """[..., in], [..., in] bool, [rank, in] -> [..., rank]."""
+        ctx.save_for_backward(x, kept, a)
+        ctx.rate = rate
+        return linear(x * _mask(kept, x, rate), a)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+        """Gradients of x and A."""
+        x, kept, a = ctx.saved_tensors
+        mask = _mask(kept, x, ctx.rate)
+        with torch.enable_grad():
+            dropped, matrix = (x * mask).detach().requires_grad_(), a.detach().requires_grad_()
+            inner = linear(dropped, matrix)
+        to_input, to_matrix = torch.autograd.grad(inner, (dropped, matrix), grad)
+        return (to_input * mask if ctx.needs_input_grad[0] else None), None, to_matrix, None
+
+
+def _mask(kept: Tensor, x: Tensor, rate: float) -> Tensor:
+    return kept.to(x.dtype) / (1.0 - rate)
 
 
 Adapter = LoRA | ExpertAdapter

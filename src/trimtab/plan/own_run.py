@@ -32,6 +32,8 @@ from trimtab.plan.own_moments import EXPERT_KEPT, Moment, ffn_moment, loss_bytes
 _WIDE = 4  # islands, and all adapters
 _INDEX = 8
 _SEGMENT = 256  # tokens per kept state of linear attention
+# Of an element whose place in a dropout mask is worked out: four int64 that live at one time.
+_MASK_WORK = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class RunShape:
         width: bytes of an activation, 4 on a CPU.
         supervised: share of the tokens that enter the loss.
         gathers: layers whose sparse attention fetches selected latents and makes no keys per head.
+        dropout: adapters drop features of their inputs.
     """
 
     tokens: int
@@ -53,6 +56,7 @@ class RunShape:
     width: int = 4
     supervised: float = 1.0
     gathers: frozenset[int] = frozenset()
+    dropout: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,7 @@ class _Model:
     def __init__(self, arch: ArchSpec, targets: Sequence[LoRATarget], run: RunShape) -> None:
         self.arch, self.run, self.targets = arch, run, targets
         self.ranks: dict[int, dict[str, int]] = {}
+        self.inputs: dict[int, dict[str, int]] = {}
         self.experts: dict[int, int] = {}
         for target in targets:
             if target.layer is None:
@@ -110,6 +115,7 @@ class _Model:
             if target.experts is None:
                 name = target.fqn.split(".", 2)[2]
                 self.ranks.setdefault(target.layer, {})[name] = target.rank
+                self.inputs.setdefault(target.layer, {})[name] = target.in_features
             else:
                 self.experts[target.layer] = self.experts.get(target.layer, 0) + adapter_elements(target)
 
@@ -154,6 +160,9 @@ class _Model:
             alive + (0.0 if self.run.recompute else lines["kept_activations"])
         )
         lines["working_set"] = moment.bytes + self._stream_gradients(index) * t + stream
+        if self.run.dropout:
+            widest = max(self.inputs.get(index, {}).values(), default=0)
+            lines["dropout_masks"] = float(_MASK_WORK * widest * t)
         return RunMemory(lines, index)
 
     def _below(self, index: int, kept: list[float]) -> dict[str, float]:
@@ -206,6 +215,10 @@ class _Model:
         if found:
             yield size
             yield self.run.width * sum(found)
+        if self.run.dropout:
+            # Which elements are kept, one byte each, for every adapter by itself.
+            widths = self.inputs.get(index, {})
+            yield float(sum(widths.get(f"{prefix}.{leaf}", 0) for leaf in leaves))
 
     def _mixer_kept(self, index: int, layer: LayerSpec) -> float:
         parts = self._kda(index, layer.mixer) if isinstance(layer.mixer, KDASpec) else self._mla(index, layer.mixer)

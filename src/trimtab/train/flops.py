@@ -7,12 +7,11 @@ architectures: nothing is derived from a formula of the model.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.nn import Parameter
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from trimtab.models.decoder import CausalLM
 from trimtab.ops.keep import KEPT_OPERATORS, replays
@@ -36,7 +35,8 @@ def count_flops(
         parameters: of the adapters.
         options: of the run.
     """
-    with FlopCounterMode(display=False, custom_mapping=_of_kept_operators()) as counter:
+    counter = _Counter()
+    with counter:
         sums = loss_sums(model, batch, 0, options, None)
         totals = [total for total, _ in sums.by_role.values()]
         loss = torch.stack(totals).sum()
@@ -44,24 +44,32 @@ def count_flops(
             loss.backward()
     for parameter in parameters:
         parameter.grad = None
-    return int(counter.get_total_flops())
+    return counter.total
 
 
-def _of_kept_operators() -> dict[Any, Any]:
-    """Formulas that are 0 where the operator gives back what it kept."""
-    found = {}
-    for name in KEPT_OPERATORS:
-        packet = getattr(torch.ops.trimtab, name, None)
-        if packet in flop_registry:
-            found[packet] = _unless_kept(flop_registry[packet])
-    return found
+class _Counter(TorchDispatchMode):
+    """Adds up torch's formulas for every operator that runs.
 
+    `FlopCounterMode` also follows modules, by hooks that keep the gradients between them alive: four
+    times the memory of the step that is counted, where layers are computed again.
+    """
 
-def _unless_kept(formula: Callable[..., int]) -> Callable[..., int]:
-    def flops(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-        return 0 if replays() else formula(*args, out_val=out_shape, **kwargs)
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.total = 0
+        self._kept = {getattr(torch.ops.trimtab, name, None) for name in KEPT_OPERATORS}
 
-    return flops
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: object, args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        out = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        formula = flop_registry.get(packet)
+        # A kept result that is given back costs nothing.
+        if formula is not None and not (packet in self._kept and replays()):
+            self.total += int(formula(*args, **(kwargs or {}), out_val=out))
+        return out
 
 
 def matrix_speed(device: torch.device, dtype: torch.dtype) -> float:

@@ -15,8 +15,10 @@ from trimtab.errors import RunError
 from trimtab.train.adapter_check import check_adapter_file, check_merge
 from trimtab.train.allocator import give_blocks_back
 from trimtab.train.batch import micro_batches
+from trimtab.train.forecast import compared, forecast
 from trimtab.train.job import Job, assemble, begin, open_data
 from trimtab.train.lock import StopRequest, locked, stop_on_sigterm
+from trimtab.train.memory import peak_memory_gib
 from trimtab.train.metrics import read_metrics
 from trimtab.train.mirror import open_mirror
 from trimtab.train.plan import RunPlan, plan_run
@@ -47,6 +49,8 @@ class RunResult:
         tokens_per_second: of this start, pads included.
         wall_s: seconds of training over all starts.
         peak_memory_gib: highest resident memory over all starts.
+        predicted_memory_gib: the peak expected before the first step of this start; None where it
+            is not known.
         trainable_parameters, trainable_share: adapter elements, and over base elements.
         verdicts: checks of the adapter.
     """
@@ -65,6 +69,7 @@ class RunResult:
     trainable_parameters: int
     trainable_share: float
     verdicts: tuple[Verdict, ...]
+    predicted_memory_gib: float | None = None
 
     @property
     def passed(self) -> bool:
@@ -125,6 +130,9 @@ def _finetune(recipe: Recipe, run: RunDirectory, say: Reporter, stop: StopReques
             say.say(f"warning: {line}")
     job = assemble(recipe, plan, run, data, say)
     state, record = begin(job, record, inputs, say)
+    expected = forecast(recipe, plan)
+    for line in () if expected is None else expected.lines():
+        say.say(line)
     before = record.wall_s
     outcome = run_steps(job, state, record, say, stop, mirror)
     record = outcome.record
@@ -135,11 +143,14 @@ def _finetune(recipe: Recipe, run: RunDirectory, say: Reporter, stop: StopReques
         record = _finish(job, record, say)
     for line in (*data.stream.fed(), *data.stream.left_out()):
         say.say(f"data: {line}")
+    say.say(compared(expected, peak_memory_gib()))
     say.say(f"curves: {write_report(run)}")
     result = _result(run, plan, record, outcome.losses, resumed_from=state.step)
     tokens = len(outcome.losses) * plan.batch.tokens_per_step
     speed = tokens / (record.wall_s - before) if record.wall_s > before else 0.0
-    return replace(result, tokens_per_second=speed, stopped=outcome.stopped)
+    predicted = None if expected is None else expected.peak_gib
+    return replace(result, tokens_per_second=speed, stopped=outcome.stopped,
+                   predicted_memory_gib=predicted)
 
 
 def _is_finished(recipe: Recipe, record: RunRecord, run: RunDirectory) -> bool:

@@ -1,6 +1,6 @@
-"""Peak memory of this process, on each platform.
+"""Resident memory of this process, now and at its peak, and what the machine has left.
 
-Knows: where Linux and other systems keep the number. Does not know: what used the memory.
+Knows: where Linux and other systems keep the numbers. Does not know: what used the memory.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
+_MACHINE = Path("/proc/meminfo")
 
 
 def peak_memory_gib(status: Path = _STATUS) -> float:
@@ -19,7 +20,7 @@ def peak_memory_gib(status: Path = _STATUS) -> float:
     Args:
         status: Linux's file of the process; where there is none, `getrusage` answers.
     """
-    peak = _peak_of_status(status)
+    peak = _read(status, "VmHWM")
     return (peak if peak is not None else rusage_peak_bytes(sys.platform)) / 2**30
 
 
@@ -33,9 +34,19 @@ def rusage_peak_bytes(platform: str) -> int:
     return peak if platform == "darwin" else peak * 1024
 
 
-def _peak_of_status(status: Path) -> int | None:
+def resident_bytes(status: Path = _STATUS) -> int | None:
+    """Resident memory of this process now; None where Linux's file is missing."""
+    return _read(status, "VmRSS")
+
+
+def available_bytes(machine: Path = _MACHINE) -> int | None:
+    """What processes can still take without swapping; None where Linux's file is missing."""
+    return _read(machine, "MemAvailable")
+
+
+def _read(path: Path, key: str) -> int | None:
     try:
-        found = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)
+        found = re.search(rf"^{key}:\s+(\d+) kB", path.read_text(), re.MULTILINE)
     except OSError:
         return None
     return int(found.group(1)) * 1024 if found else None

@@ -37,7 +37,8 @@ def predict_memory(
         index for index, layer in enumerate(arch.layers)
         if isinstance(layer.mixer, MLASpec) and gathers_latents(layer.mixer, batch.micro_batch_tokens, length)
     )
-    shape = RunShape(batch.micro_batch_tokens, length, recompute, gathers=gathers)
+    dropout = any(target.dropout > 0 for target in targets)
+    shape = RunShape(batch.micro_batch_tokens, length, recompute, gathers=gathers, dropout=dropout)
     return predict_run(arch, targets, shape)
 
 

@@ -86,6 +86,9 @@ def test_what_a_choice_does_to_the_peak() -> None:
     assert peak("kimi-linear-tiny", recompute=True) < 0.5 * base
     assert peak("kimi-linear-tiny", tokens=16384) == pytest.approx(2 * base, rel=0.05)
     assert peak("kimi-linear-tiny", rank=64) > base
+    # A byte per element of every adapter's input, and 32 for the masks being made.
+    with_masks = peak("kimi-linear-tiny", dropout=True)
+    assert base + 8192 * 32 * 128 < with_masks < 1.5 * base
     assert peak("kimi-linear-tiny", experts="per_expert") > base
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.unit.train.test_step import adapted, packs
 from tests.unit.train.tiny_run import recipe_for
@@ -58,6 +59,12 @@ def test_operations_are_counted_with_recomputation_and_leave_no_gradient(
         for recompute in ("none", "layer", "selective")
     ]
     assert all(p.grad is None for p in parameters)
+    for recompute, counted in zip((False, True), counts, strict=True):
+        options = StepOptions(PLAN, 17, None, "error", recompute)
+        with FlopCounterMode(display=False) as theirs:
+            sums = loss_sums(model, batch, 0, options, None).by_role.values()
+            torch.stack([total for total, _ in sums]).sum().backward()
+        assert theirs.get_total_flops() == counted
     # Every token meets the output head and its gradient; recomputation repeats the layers.
     head = 2 * 2 * int((batch.labels >= 0).sum()) * model.head_weight.numel()
     assert head < counts[0] < counts[2] < counts[1] < 2 * counts[0]
