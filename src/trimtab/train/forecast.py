@@ -52,7 +52,10 @@ class Forecast:
 
 
 def forecast(recipe: Recipe, plan: RunPlan) -> Forecast | None:
-    """The forecast of this process, whose model is loaded; None where its memory is not known."""
+    """The forecast of this process, whose model is loaded; None where its memory is not known.
+
+    Selective recomputation is taken for none, which needs more.
+    """
     resident = resident_bytes()
     if resident is None:
         return None
