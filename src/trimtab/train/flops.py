@@ -50,7 +50,7 @@ def count_flops(
 class _Counter(TorchDispatchMode):
     """Adds up torch's formulas for every operator that runs.
 
-    `FlopCounterMode` also follows modules, by hooks that keep the gradients between them alive: four
+    `FlopCounterMode` also follows modules, by hooks that keep the gradients between them alive: three
     times the memory of the step that is counted, where layers are computed again.
     """
 
