@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote_to_bytes
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from PIL import Image, UnidentifiedImageError
 
@@ -140,7 +140,7 @@ def image_sources(message: Mapping[str, object]) -> list[ImageSource]:
 
 
 def _from_text(value: str, where: str, directory: str, *, is_path: bool) -> ImageSource:
-    """A path, a data: URL, or base64 known by how image files begin."""
+    """A path, a data: or file: URL, or base64 known by how image files begin."""
     if value.startswith("data:"):
         head, comma, body = value.partition(",")
         if not comma:
@@ -148,6 +148,9 @@ def _from_text(value: str, where: str, directory: str, *, is_path: bool) -> Imag
         encoded = head.endswith(";base64")
         data = _from_base64(body, where) if encoded else unquote_to_bytes(body)
         return ImageSource(where, None, data, directory)
+    address = urlsplit(value) if value.startswith("file://") else None
+    if address is not None and address.netloc in ("", "localhost"):
+        return ImageSource(where, unquote(address.path), None, directory)
     if "://" in value[:16]:
         raise _error(where, "is an address; images are read from files or from the record itself",
                      value[:60], hint="download the images and name their paths")  # fmt: skip

@@ -199,3 +199,17 @@ def test_thumbnails_are_small_and_whole() -> None:
     image = image_source(url, AT, ".").read()
     assert image.size == (256, 128)
     assert image_source(thumbnail(picture(28, 28)), AT, ".").read().size == (28, 28)
+
+
+def test_a_file_url_is_a_path_that_must_stay_under_the_root(folder: Path) -> None:
+    inner = folder / "in side"
+    inner.mkdir()
+    (inner / "a.png").write_bytes(file_bytes(picture(28, 28)))
+    source = image_source({"image_url": {"url": f"file://{folder}/in%20side/a.png"}}, AT, str(folder))
+    assert source.read(root=str(folder)).size == (28, 28)
+    with pytest.raises(DataError, match=r"TT406.*relative to the data file"):
+        source.read()
+    with pytest.raises(DataError, match="TT406"):
+        source.read(root=str(folder / "img"))
+    with pytest.raises(DataError, match=r"TT406.*is an address"):
+        image_source({"image_url": {"url": "file://elsewhere/a.png"}}, AT, str(folder))
