@@ -60,6 +60,11 @@ def keeping(function: Callable[..., R]) -> Callable[..., R]:
     return run
 
 
+def keeps_results() -> bool:
+    """Whether results are kept, or given back, now: a layer is short of memory then."""
+    return _through.get() is not None
+
+
 def replays() -> bool:
     """Whether results that were kept are given back now."""
     return _replays.get()

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from trimtab.arch.spec import ActivationSpec
 from trimtab.ops.custom import custom_op
+from trimtab.ops.keep import keeps_results
 from trimtab.ops.moe.check import check_call
 from trimtab.ops.moe.kernels import Kernels, NativeKernels, TorchKernels
 from trimtab.ops.moe.loop import ExpertCall, ExpertLoop, compute_dtype
@@ -130,6 +131,8 @@ def _has_room(call: ExpertCall, lora: Sequence[Tensor]) -> bool:
     """Whether a backward pass will come, and `pre` of all rows is small enough to be kept for it."""
     leaves = (call.x, call.weights, *call.gate_up.tensors, *call.down.tensors, *lora)
     if not torch.is_grad_enabled() or not any(leaf.requires_grad for leaf in leaves):
+        return False
+    if keeps_results():  # with the result this would be kept too, in every layer at once
         return False
     elements = call.ids.numel() * 2 * call.width
     return elements * compute_dtype(call.x).itemsize <= KEPT_BYTES
