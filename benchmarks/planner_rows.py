@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.planner_goldens import golden_degrees, golden_job, golden_of, padded_config
 from benchmarks.planner_table import degree, faults, number
 from trimtab.arch.load import load_outline
 from trimtab.arch.outline import Outline
@@ -133,6 +134,10 @@ def outline_for(row: Mapping[str, str], models: Mapping[str, object]) -> Outline
     Raises:
         Skip: no configuration of it is at hand.
     """
+    if golden := golden_of(row):
+        return load_outline(padded_config(golden, degree(row, "tp")))
+    if row["model"].startswith("mcore-test:") and not row["n_dev"]:
+        raise Skip("the number of devices is not published")
     found = models.get(row["hf_id"])
     if found is None:
         text = row["model"].lower()
@@ -194,7 +199,10 @@ def degrees_for(row: Mapping[str, str]) -> Degrees:
     Raises:
         Skip: it is not published, or its degrees do not fit together.
     """
+    golden = golden_of(row)
     world = number(row, "n_dev")
+    if golden:
+        world = golden.values.get("devices", world)
     tp, pp, cp, ep = (degree(row, key) for key in ("tp", "pp", "cp", "ep"))
     if world is None:
         raise Skip("the number of devices is not published")
@@ -203,7 +211,8 @@ def degrees_for(row: Mapping[str, str]) -> Degrees:
     data, rest = divmod(int(world), tp * pp * cp)
     if rest or data == 0 or (data * cp * tp) % ep:
         raise Skip("degrees do not fit together")
-    return Degrees(pp=pp, dp_shard=data, cp=cp, tp=tp, ep=ep)
+    degrees = Degrees(pp=pp, dp_shard=data, cp=cp, tp=tp, ep=ep)
+    return golden_degrees(golden, degrees) if golden else degrees
 
 
 def recompute_for(row: Mapping[str, str]) -> Recompute:
@@ -277,6 +286,8 @@ def job_for(row: Mapping[str, str], outline: Outline, degrees: Degrees) -> Job:
         chunks=degree(row, "vpp") if row["vpp"] else 1,
         graphs="graph" in row["overlap_graphs"],
     )
+    if golden := golden_of(row):
+        return golden_job(golden, job)
     if "Megatron-Bridge" in row["framework"]:
         # Its recipes reduce gradients in bf16.
         job = replace(job, stack=replace(job.stack, grad_bytes=2))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trimtab.arch.maps import census
 from trimtab.arch.params import Owner, ParamSpec, ffn_params, inventory, mla_params, mtp_inventory
@@ -88,6 +88,9 @@ class OutlineLayer:
         expert_bias: router and projections of routed experts have biases.
         selection_bias: the router adds a bias before it selects.
         shared_gate: a sigmoid gate of one channel multiplies the shared expert.
+        gated: feed-forward blocks have a gate beside their first projection.
+        ffn_bias: projections of a dense feed-forward block have biases.
+        norm_bias: norms have a bias beside their weight.
     """
 
     mixer: OutlineMixer
@@ -95,6 +98,9 @@ class OutlineLayer:
     expert_bias: bool = False
     selection_bias: bool = True
     shared_gate: bool = False
+    gated: bool = True
+    ffn_bias: bool = False
+    norm_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +183,7 @@ def _layers(layers: tuple[LayerSpec, ...]) -> tuple[OutlineLayer, ...]:
 def planned_outline(
     family: str, name: str, hidden_size: int, vocab_size: int, layers: tuple[OutlineLayer, ...],
     *, tied: bool, max_positions: int, fp8_block: tuple[int, int] | None = None,
+    learned_positions: int = 0,
 ) -> Outline:
     """The outline of a model that is only planned: plain residual, no vision.
 
@@ -190,8 +197,9 @@ def planned_outline(
         max_positions: longest context of the release.
         fp8_block: rows and columns that share an fp32 scale, where the matrices of the layers are
             released in FP8; else all but MXFP4 experts is BF16.
+        learned_positions: rows of a table of positions, 0 without one.
     """
-    params = tuple(_planned_params(hidden_size, vocab_size, layers, tied))
+    params = tuple(_planned_params(hidden_size, vocab_size, layers, tied, learned_positions))
     return Outline(
         family=family, name=name, hidden_size=hidden_size, vocab_size=vocab_size, layers=layers,
         mtp=(), residual=PlainResidual(), vision=None, tie_word_embeddings=tied,
@@ -217,17 +225,29 @@ def _released(param: ParamSpec, fp8_block: tuple[int, int] | None) -> int:
 
 
 def _planned_params(
-    d: int, w: int, layers: tuple[OutlineLayer, ...], tied: bool
+    d: int, w: int, layers: tuple[OutlineLayer, ...], tied: bool, positions: int
 ) -> Iterator[ParamSpec]:
     yield ParamSpec("embed.weight", (w, d), "BF16", ("vocab", "hidden"), "embedding")
+    if positions:
+        shape = (positions, d)
+        yield ParamSpec("positions.weight", shape, "BF16", ("position", "hidden"), "embedding")
     for index, layer in enumerate(layers):
         make = _Leaf(index)
         yield make("input_layernorm.weight", (d,), ("hidden",), "norm")
         yield from _mixer_params(make, layer.mixer, d)
         yield make("post_attention_layernorm.weight", (d,), ("hidden",), "norm")
-        yield from ffn_params(
-            layer.ffn, index, d, selection_bias=layer.selection_bias
-        )
+        if layer.norm_bias:
+            yield make("input_layernorm.bias", (d,), ("hidden",), "norm")
+            yield make("post_attention_layernorm.bias", (d,), ("hidden",), "norm")
+        for param in ffn_params(layer.ffn, index, d, selection_bias=layer.selection_bias):
+            if layer.gated:
+                yield param
+            elif not param.name.endswith("gate_proj.weight"):
+                yield _without_gate(param)
+        if layer.ffn_bias and isinstance(layer.ffn, DenseSpec):
+            wide = layer.ffn.intermediate_size * (2 if layer.gated else 1)
+            yield make("mlp.up_proj.bias", (wide,), ("ffn",), "dense_ffn")
+            yield make("mlp.down_proj.bias", (d,), ("hidden",), "dense_ffn")
         if layer.expert_bias and isinstance(layer.ffn, MoESpec):
             e, f = layer.ffn.num_experts, layer.ffn.intermediate_size
             yield make("mlp.router.bias", (e,), ("expert",), "router")
@@ -237,8 +257,17 @@ def _planned_params(
         if layer.shared_gate and isinstance(layer.ffn, MoESpec):
             yield make("mlp.shared_expert_gate.weight", (1, d), ("one", "hidden"), "router")
     yield ParamSpec("norm.weight", (d,), "BF16", ("hidden",), "norm")
+    if layers[-1].norm_bias:
+        yield ParamSpec("norm.bias", (d,), "BF16", ("hidden",), "norm")
     if not tied:
         yield ParamSpec("lm_head.weight", (w, d), "BF16", ("vocab", "hidden"), "head")
+
+
+def _without_gate(param: ParamSpec) -> ParamSpec:
+    """The first projection of experts without a gate is one matrix, not two."""
+    if param.axes[1:2] != ("gate_up",):
+        return param
+    return replace(param, shape=(param.shape[0], 1, *param.shape[2:]))
 
 
 @dataclass(frozen=True, slots=True)

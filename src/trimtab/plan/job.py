@@ -45,7 +45,8 @@ class Stack:
     Args:
         name: of the program.
         shards: `optimizer` keeps whole parameters and gradients on every data-parallel rank and
-            divides moments and masters; `all` divides everything and gathers layer by layer.
+            divides moments and masters; `all` divides everything and gathers layer by layer;
+            `none` keeps everything whole on every rank.
         weight_bytes: of a trained parameter as the forward pass reads it.
         grad_bytes: of its gradient.
         master_bytes: of its master copy, 0 where the parameter is its own.
@@ -55,11 +56,12 @@ class Stack:
             given one uninitialised tensor per weight shape, which stays allocated.
         logit_bytes: of one logit at the peak of the loss, all copies together.
         workspace: of the GEMM library, in bytes.
+        sequence_parallel: what lies between the products of a layer is divided by tp, too.
         overlaps_data: gradient and parameter collectives of data parallelism run beside compute.
     """
 
     name: str
-    shards: Literal["optimizer", "all"]
+    shards: Literal["optimizer", "all", "none"]
     weight_bytes: float = 2
     grad_bytes: float = 4
     master_bytes: float = 4
@@ -68,6 +70,7 @@ class Stack:
     weight_grad_buffer: bool = False
     logit_bytes: float = 6
     workspace: int = 64 * 2**20
+    sequence_parallel: bool = True
     overlaps_data: bool = True
 
 
@@ -139,8 +142,12 @@ class Job:
         precision: of matrix products, where the device has it.
         mtp: multi-token prediction layers are trained too.
         kernels: `plain` where linear attention runs without fused kernels.
+        attention: `plain` where softmax attention keeps its probabilities.
+        dropout: of attention and of what the layers add to the stream.
         offload_optimizer: share of the optimizer state in host memory.
         chunks: model chunks per rank of an interleaved pipeline.
+        chunk_group: micro-batches that a chunk works off before the next one does, 0 for as many
+            as there are stages.
         graphs: the host cost of operators is removed by graph capture.
     """
 
@@ -158,8 +165,11 @@ class Job:
     precision: Precision = "bf16"
     mtp: bool = False
     kernels: Kernels = "fused"
+    attention: Kernels = "fused"
+    dropout: bool = False
     offload_optimizer: float = 0.0
     chunks: int = 1
+    chunk_group: int = 0
     graphs: bool = False
 
     def adapted(self, leaf: str) -> bool:

@@ -58,11 +58,15 @@ class Shape:
         hidden: D.
         tp: degree of tensor parallelism.
         cp: degree of context parallelism.
+        etp: degree of tensor parallelism inside experts.
+        gated: feed-forward blocks have a gate.
     """
 
     hidden: int
     tp: int
     cp: int
+    etp: int = 1
+    gated: bool = True
 
 
 def kept_tensors(
@@ -97,7 +101,7 @@ def routed_width(layer: OutlineLayer, hidden: int) -> int:
 
 
 def _layer(layer: OutlineLayer, s: Shape, job: Job, residual: object) -> Iterator[Kept]:
-    d = _X * s.hidden / s.tp
+    d = _X * s.hidden / (s.tp if job.stack.sequence_parallel else 1)
     if isinstance(residual, AttnRes):
         # The stream at both sites of the mix; its bank is counted once per micro-batch.
         yield Kept("residual mix", 2 * d)
@@ -107,6 +111,8 @@ def _layer(layer: OutlineLayer, s: Shape, job: Job, residual: object) -> Iterato
     yield from _mixer(layer.mixer, s, job, d)
     yield Kept("ffn norm input", d)
     yield from _ffn(layer.ffn, s, job, d)
+    if job.dropout:
+        yield Kept("masks of what is added", 2 * d / _X)
 
 
 def _other_products(m: GQASpec, ffn: DenseSpec, s: Shape) -> Iterator[Kept]:
@@ -159,7 +165,18 @@ def _gqa(m: GQASpec, s: Shape, job: Job, d: float) -> Iterator[Kept]:
         yield Kept("output gate and its input", _X * 2 * q)
     yield from _exchanged(s, _X * q)
     yield Kept("attention output", _X * q, "core_attn")
-    yield Kept("softmax sums", 4 * m.num_heads / s.tp, "core_attn")
+    yield _weights(m.num_heads / s.tp, job)
+
+
+def _weights(heads: float, job: Job) -> Kept:
+    """What the softmax keeps of its weights: their sums, or in plain attention all of them.
+
+    Dropout keeps its mask and what it passes on beside them.
+    """
+    if job.attention == "fused":
+        return Kept("softmax sums", 4 * heads, "core_attn")
+    size = (2 * _X + 1 if job.dropout else _X) * job.seq_len
+    return Kept("attention weights", size * heads, "core_attn")
 
 
 def _mla(m: MLASpec, s: Shape, job: Job, d: float) -> Iterator[Kept]:
@@ -175,7 +192,7 @@ def _mla(m: MLASpec, s: Shape, job: Job, d: float) -> Iterator[Kept]:
     yield Kept("value", _X * n * m.v_head_dim, "mla_up_proj")
     yield from _exchanged(s, _X * n * m.v_head_dim)
     yield Kept("attention output", _X * n * m.v_head_dim, "core_attn")
-    yield Kept("softmax sums", 4 * n, "core_attn")
+    yield _weights(n, job)
     if m.gate is not None:
         wide = n * m.v_head_dim
         yield Kept("output gate", _X * (wide if m.gate == "channel" else n))
@@ -217,18 +234,20 @@ def _ffn(ffn: DenseSpec | MoESpec, s: Shape, job: Job, d: float) -> Iterator[Kep
     if isinstance(ffn, DenseSpec):
         leaves = ("dense_ffn/gate_proj", "dense_ffn/up_proj")
         yield from _input(job, "ffn norm output", d, leaves, "layernorm")
-        yield from _glu(ffn.intermediate_size / s.tp, job, "dense_ffn", "mlp", "mlp_act")
+        yield from _glu(ffn.intermediate_size / s.tp, s, job, "dense_ffn", "mlp", "mlp_act")
         return
     yield from _moe(ffn, s, job, d)
 
 
-def _glu(f: float, job: Job, owner: str, part: str, act_part: str) -> Iterator[Kept]:
-    yield Kept("gate and up", _X * 2 * f, part)
+def _glu(
+    f: float, s: Shape, job: Job, owner: str, part: str, act_part: str
+) -> Iterator[Kept]:
+    yield Kept("gate and up" if s.gated else "up", _X * (2 if s.gated else 1) * f, part)
     yield from _input(job, "activated", _X * f, (f"{owner}/down_proj",), act_part)
 
 
 def _moe(m: MoESpec, s: Shape, job: Job, d: float) -> Iterator[Kept]:
-    f, e = m.intermediate_size, m.num_experts
+    f, e = m.intermediate_size / s.etp, m.num_experts
     dense = ["shared_expert/gate_proj", "shared_expert/up_proj", "latent/latent_down", "router/router"]
     yield from _input(job, "ffn norm output", d, tuple(dense), "layernorm")
     # Scores and their fp32 logits, the map of choices and the chosen weights.
@@ -236,13 +255,16 @@ def _moe(m: MoESpec, s: Shape, job: Job, d: float) -> Iterator[Kept]:
     if m.latent is not None:
         yield Kept("latent norm input and output", _X * 2 * m.latent.size / s.tp)
     width = m.latent.size if m.latent is not None else None
-    rows = _X * (width if width is not None else d * s.tp / _X)
+    rows = _X * (width if width is not None else s.hidden)
     if job.adapted("routed_expert/gate_up"):
         yield Kept("expert input", rows * _input_share(job), "moe", routed=True)
-    yield Kept("expert gate and up", _X * 2 * f, "moe", routed=True)
+    yield Kept("expert gate and up", _X * (2 if s.gated else 1) * f, "moe", routed=True)
+    if not s.gated:
+        # Without the fused gate, the routing weights are multiplied in a step of their own.
+        yield Kept("expert activated, unweighted", _X * f, "moe_act", routed=True)
     if job.adapted("routed_expert/down"):
         yield Kept("expert activated", _X * f * _input_share(job), "moe_act", routed=True)
     yield Kept("routing weights and order", 12, "moe", routed=True)
     if m.shared_intermediate_size:
         shared = m.shared_intermediate_size / s.tp
-        yield from _glu(shared, job, "shared_expert", "shared_experts", "moe_act")
+        yield from _glu(shared, s, job, "shared_expert", "shared_experts", "moe_act")

@@ -127,7 +127,8 @@ class MemoryModel:
         load = self.job.routing
         if self.job.capacity_factor is not None:
             load = min(load, self.job.capacity_factor)
-        return self.tokens(degrees) / degrees.tp * layer.ffn.top_k * (load if degrees.ep > 1 else 1.0)
+        part = self.tokens(degrees) * degrees.etp / degrees.tp
+        return part * layer.ffn.top_k * (load if degrees.ep > 1 else 1.0)
 
     def in_flight(self, layout: Layout, stage: Stage) -> float:
         """Micro-batches whose activations a stage holds at its peak, in whole models' worth."""
@@ -136,8 +137,8 @@ class MemoryModel:
         if self.job.method == "frozen":
             return 1.0
         if chunks > 1 and pp > 1:
-            # Interleaved 1F1B: warm-up of (pp - i - 1) * 2 + (chunks - 1) * pp chunks, and one more.
-            warm = (pp - stage.index - 1) * 2 + (chunks - 1) * pp + 1
+            # Interleaved 1F1B: warm-up of (pp - i - 1) * 2 + (chunks - 1) * group, and one more.
+            warm = (pp - stage.index - 1) * 2 + (chunks - 1) * (self.job.chunk_group or pp) + 1
             return min(batches * chunks, warm) / chunks
         return min(batches, pp - stage.index)
 
@@ -184,8 +185,11 @@ class MemoryModel:
 
     def tensors(self, kind: int, degrees: Degrees) -> tuple[Kept, ...]:
         """What a layer of a kind keeps, selective recomputation not yet applied."""
-        shape = Shape(self.outline.hidden_size, degrees.tp, degrees.cp)
-        return kept_tensors(self.kinds.layers[kind], shape, self.job, self.outline.residual)
+        layer = self.kinds.layers[kind]
+        shape = Shape(
+            self.outline.hidden_size, degrees.tp, degrees.cp, degrees.etp, gated=layer.gated
+        )
+        return kept_tensors(layer, shape, self.job, self.outline.residual)
 
     def _kept(self, kind: int, degrees: Degrees, drop: frozenset[str]) -> float:
         rows = self.rows(self.kinds.layers[kind], degrees)
@@ -254,7 +258,7 @@ class MemoryModel:
         ffn = layer.ffn
         if isinstance(ffn, DenseSpec):
             return 2 * _X * ffn.intermediate_size * tokens / degrees.tp
-        return (3 * ffn.intermediate_size + self.outline.hidden_size) * _X * rows
+        return (3 * ffn.intermediate_size / degrees.etp + self.outline.hidden_size) * _X * rows
 
     def _decoded(self, ffn: MoESpec, width: int, degrees: Degrees) -> float:
         """Experts of a frozen 4-bit base decoded at once: one, by block, on each of two streams."""
@@ -325,7 +329,7 @@ class MemoryModel:
 
 def _inner(degrees: Degrees) -> Degrees:
     """The degrees that one layer's activations depend on."""
-    return Degrees(cp=degrees.cp, tp=degrees.tp, ep=degrees.ep)
+    return Degrees(cp=degrees.cp, tp=degrees.tp, ep=degrees.ep, etp=degrees.etp)
 
 
 def whole_layers(job: Job, layers: int) -> int:

@@ -19,7 +19,7 @@ from trimtab.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """How the job is divided."""
+    """How the job is divided; `etp` ranks divide each expert by channels."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -27,6 +27,7 @@ class Degrees:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    etp: int = 1
 
     @property
     def world(self) -> int:
@@ -45,8 +46,8 @@ class Degrees:
 
     @property
     def expert_shard(self) -> int:
-        """Ranks over which one expert's parameters are sharded beside `ep`."""
-        return self.dp_shard * self.cp * self.tp // self.ep
+        """Ranks over which one expert's parameters are sharded beside `ep` and `etp`."""
+        return self.dp_shard * self.cp * self.tp // (self.ep * self.etp)
 
     def check(self) -> None:
         """Raise if the degrees do not fit together.
@@ -55,7 +56,7 @@ class Degrees:
             ConfigError: ep does not divide dp_shard * cp * tp (TT105).
         """
         inner = self.dp_shard * self.cp * self.tp
-        if inner % self.ep:
+        if inner % (self.ep * self.etp):
             raise ConfigError(
                 "TT105", "parallel.ep", f"must divide dp_shard * cp * tp ({inner})", value=self.ep,
                 hint="experts are divided among the ranks that hold the same layers",

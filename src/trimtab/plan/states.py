@@ -84,20 +84,19 @@ class States:
 
     def __init__(self, outline: Outline, job: Job) -> None:
         self._job = job
-        layers = [Block() for _ in outline.layers]
+        layers, table = [Block() for _ in outline.layers], Block()
         self.embedding, self.head, self.mtp = Block(), Block(), Block()
         for param in outline.params:
             block = _block(outline, job, param)
+            if param.owner == "embedding" and "vocab" in param.axes:
+                table += block
             if param.layer is not None:
                 layers[param.layer] += block
             elif param.owner in ("embedding", "vision", "projector"):
                 self.embedding += block
             else:
                 self.head += block
-        if outline.tie_word_embeddings:
-            self._tied = self.embedding
-        else:
-            self._tied = Block()
+        self._tied = table if outline.tie_word_embeddings else Block()
         for param in outline.mtp_params if job.mtp else ():
             self.mtp += _block(outline, job, param)
         self.layers = tuple(layers)
@@ -135,10 +134,12 @@ class States:
                 divide it.
         """
         block = self.of_stage(stage, degrees.pp)
-        tp, ep = degrees.tp, degrees.ep
+        tp, ep = degrees.tp, degrees.ep * degrees.etp
         dense, expert = degrees.dp_shard * degrees.cp, degrees.expert_shard
         stack, job = self._job.stack, self._job
-        whole_state = stack.shards == "optimizer"
+        if stack.shards == "none":
+            dense = expert = 1
+        whole_state = stack.shards != "all"
         base_dense = 1 if resident or whole_state else dense
         base_expert = 1 if resident or whole_state else expert
         base = (block.tp / tp + block.whole) / base_dense + block.expert / ep / base_expert
@@ -167,7 +168,7 @@ class States:
         if dense == 1 and expert == 1:
             return 0.0
         largest = max(
-            (b.tp / degrees.tp + b.whole) * (dense > 1) + b.expert / degrees.ep * (expert > 1)
+            (b.tp / degrees.tp + b.whole) * (dense > 1) + b.expert / (degrees.ep * degrees.etp) * (expert > 1)
             for b in self._different
         )
         return 2 * largest

@@ -278,7 +278,7 @@ class TimeModel:
 
     def _stage_passes(self, layout: Layout, stage: Stage) -> tuple[Pass, Pass]:
         degrees, kinds = layout.degrees, self.kinds
-        inner = Degrees(cp=degrees.cp, tp=degrees.tp, ep=degrees.ep)
+        inner = Degrees(cp=degrees.cp, tp=degrees.tp, ep=degrees.ep, etp=degrees.etp)
         border = stage.first + whole_layers(self.job, stage.num_layers)
         groups = [(kind, count, True) for kind, count in kinds.count(stage.first, border)]
         groups += [(kind, count, False) for kind, count in kinds.count(border, stage.last)]
@@ -316,7 +316,7 @@ class TimeModel:
             seconds += ring_seconds(c, span_of(c, dense, degrees.tp), size, "all_gather")
         if degrees.expert_shard > 1 and block.expert:
             span = span_of(c, degrees.expert_shard, degrees.ep)
-            seconds += ring_seconds(c, span, block.expert / degrees.ep, "all_gather")
+            seconds += ring_seconds(c, span, block.expert / (degrees.ep * degrees.etp), "all_gather")
         for parts in (forward, backward):
             compute = sum(parts.values()) * c.compute_overlap.value
             parts["parameter_gather"] += max(0.0, seconds - compute)
@@ -347,7 +347,7 @@ class TimeModel:
         experts = degrees.expert_shard * degrees.dp_replicate
         if experts > 1 and block.expert_elements:
             span = span_of(c, experts, degrees.ep)
-            size = block.expert_elements / degrees.ep * bytes_per
+            size = block.expert_elements / (degrees.ep * degrees.etp) * bytes_per
             seconds += ring_seconds(c, span, size, "all_gather")
         if job.stack.overlaps_data:
             seconds = max(seconds * 0.1, seconds - c.compute_overlap.value * last_backward)

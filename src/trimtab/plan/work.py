@@ -204,11 +204,12 @@ class Work:
     def _ffn(self, layer: OutlineLayer, degrees: Degrees, tokens: float) -> Iterator[Op]:
         ffn, d, tp = layer.ffn, self.outline.hidden_size, degrees.tp
         if isinstance(ffn, DenseSpec):
-            yield from self._glu("ffn", "dense_ffn", ffn.intermediate_size / tp, tokens, "mlp")
+            f = ffn.intermediate_size / tp
+            yield from self._glu("ffn", "dense_ffn", f, tokens, "mlp", layer.gated)
             return
         if ffn.shared_intermediate_size:
             shared = ffn.shared_intermediate_size / tp
-            yield from self._glu("shared expert", "shared_expert", shared, tokens, "")
+            yield from self._glu("shared expert", "shared_expert", shared, tokens, "", layer.gated)
         part = tokens / tp
         yield self._linear("router", "router/router", ffn.num_experts, d, part)
         if ffn.latent is not None:
@@ -217,9 +218,11 @@ class Work:
             yield self._linear("latent up", "latent/latent_up", d, size, part)
         yield from self._experts(layer, ffn, degrees, part)
 
-    def _glu(self, name: str, owner: str, f: float, tokens: float, again: str) -> Iterator[Op]:
-        d = self.outline.hidden_size
-        yield self._linear(f"{name} gate and up", f"{owner}/gate_proj", 2 * f, d, tokens, again)
+    def _glu(
+        self, name: str, owner: str, f: float, tokens: float, again: str, gated: bool
+    ) -> Iterator[Op]:
+        d, wide = self.outline.hidden_size, (2 if gated else 1) * f
+        yield self._linear(f"{name} gate and up", f"{owner}/gate_proj", wide, d, tokens, again)
         yield Op(f"{name} activation", "vector", 0, _X * 3 * f * tokens, backward=1.7,
                  again=again or "moe_act")
         yield self._linear(f"{name} down", f"{owner}/down_proj", d, f, tokens)
@@ -227,18 +230,20 @@ class Work:
     def _experts(
         self, layer: OutlineLayer, ffn: MoESpec, degrees: Degrees, part: float
     ) -> Iterator[Op]:
-        job, width, f = self.job, routed_width(layer, self.outline.hidden_size), ffn.intermediate_size
+        job, width = self.job, routed_width(layer, self.outline.hidden_size)
+        f, matrices = ffn.intermediate_size / degrees.etp, 3 if layer.gated else 2
+        part *= degrees.etp
         load = job.routing if degrees.ep > 1 else 1.0
         if job.capacity_factor is not None:
             load = min(load, job.capacity_factor)
         rows, local = part * ffn.top_k * load, ffn.num_experts / degrees.ep
-        weights = 3 * f * width * local
+        weights = matrices * f * width * local
         packed = job.base_dtype == "native" and ffn.form == "mxfp4" and job.method != "full"
         size = weights * (_PACKED_BYTES if packed else _X) + _X * rows * (2 * width + 4 * f)
         pair = 0.0
         if job.adapters is not None and job.adapters.experts != "none" and job.method == "lora":
             pair = 2 * rows * self._rank * (2 * width + 3 * f)
-        yield Op("experts", "grouped", 6 * rows * f * width, size, job.method == "full", pair,
+        yield Op("experts", "grouped", 2 * matrices * rows * f * width, size, job.method == "full", pair,
                  again="moe", rows=rows / local, decoded=_X * weights if packed else 0.0, kernels=4)
         yield Op("expert activation", "vector", 0, _X * 3 * f * rows, backward=1.7, again="moe_act")
         yield Op("permutation", "vector", 0, _X * 6 * width * rows, backward=1.0, kernels=8)

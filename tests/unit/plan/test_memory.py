@@ -130,3 +130,52 @@ def test_no_stage_begins_with_a_layer_that_takes_another_ones_selection() -> Non
         for stage in split(outline, pp)[1:]:
             indexer = getattr(outline.layers[stage.first].mixer, "indexer", None)
             assert indexer is None or indexer.share == "full"
+
+
+GPT: dict[str, object] = {
+    "model_type": "megatron_gpt", "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "intermediate_size": 2048, "vocab_size": 50304, "tie_word_embeddings": True, "learned_positions": 1024,
+    "gated_mlp": False, "mlp_bias": True, "attention_bias": True, "attention_out_bias": True,
+    "norm_bias": True,
+}
+
+
+def test_a_plain_gpt_has_the_parameters_of_its_formula() -> None:
+    d = 512
+    layer = 12 * d * d + 13 * d  # Korthikanti et al.: 4 d^2 + 4 d, 8 d^2 + 5 d, two norms
+    outline = load_outline(GPT)
+    assert outline.total_parameters == (50304 + 1024) * d + 4 * layer + 2 * d
+    experts = load_outline(GPT | {"mlp_bias": False, "num_experts": 4, "num_experts_per_tok": 1})
+    routed = sum(p.numel for p in experts.params if p.owner == "routed_expert")
+    assert routed == 4 * 4 * 2 * d * 2048
+
+
+@pytest.mark.parametrize(("change", "per_token"), [
+    ({}, 0), ({"attention": "plain"}, 8 * (2 * 1024 - 4)),
+    ({"dropout": True}, 2 * 512), ({"attention": "plain", "dropout": True}, 8 * (5 * 1024 - 4) + 2 * 512),
+])
+def test_plain_attention_keeps_its_weights_and_dropout_its_masks(
+    change: dict[str, object], per_token: int
+) -> None:
+    outline = load_outline(GPT)
+    job = Job(method="full", seq_len=1024, micro_batch=1, global_batch=1, recompute=Recompute("none"),
+              stack=MEGATRON)
+    kept = [worst(outline, replace(job, **each), Degrees()).lines["kept_activations"]  # type: ignore[arg-type]
+            for each in ({}, change)]
+    assert kept[1] - kept[0] == 4 * 1024 * per_token
+
+
+def test_tensor_parallel_experts_are_divided_and_what_every_rank_keeps_is_not() -> None:
+    outline = load_outline(GPT | {"num_experts": 4, "num_experts_per_tok": 1})
+    job = Job(method="full", seq_len=1024, global_batch=4, recompute=Recompute("none"), stack=MEGATRON,
+              routing=1.0)
+    whole = worst(outline, job, Degrees(dp_shard=2, tp=2, ep=2)).lines
+    divided = worst(outline, job, Degrees(dp_shard=2, tp=2, ep=2, etp=2)).lines
+    routed = sum(p.numel for p in outline.params if p.owner == "routed_expert")
+    assert whole["base_weights"] - divided["base_weights"] == 2 * routed / 4
+    # Every one of the tp ranks receives the rows of all of them, and half the channels.
+    assert divided["kept_activations"] - whole["kept_activations"] == pytest.approx(
+        4 * 512 * (2 * 512 + 12)
+    )
+    every = worst(outline, replace(job, stack=replace(MEGATRON, shards="none")), Degrees(dp_shard=8))
+    assert every.lines["moments"] == 8 * outline.total_parameters

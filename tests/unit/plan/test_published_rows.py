@@ -140,3 +140,28 @@ def test_columns_may_stand_in_any_order_and_unknown_ones_are_said(
     assert planner.main() == 0
     page = capsys.readouterr().out
     assert "column colour is not used" in page and "1 predicted" in page
+
+
+GOLDEN = {
+    "model": "mcore-test:gpt/gpt3_mcore_te_tp1_pp4_vp1", "hf_id": "", "layers": "12", "hardware": "H100",
+    "tp": "1", "pp": "4", "mbs": "4", "gbs": "32", "seq": "1024", "recompute": "none/see yaml", "notes": "",
+    "mem_scope": "last rank only", "framework": "Megatron-LM d98e8a6 CI golden",
+}
+
+
+@pytest.mark.parametrize(("values", "gib"), [
+    ({}, 3.875),  # three chunks, plain attention with dropout, whole optimizer on every rank
+    ({"model": "mcore-test:gpt/gpt3_mcore_te_tp1_pp4_vp1_tunable_overlap", "gbs": "40"}, 4.305),
+    ({"model": "mcore-test:gpt/gpt3_mcore_te_tp1_pp1_dist_optimizer_fim_dataset", "pp": "1"}, 4.379),
+    ({"model": "mcore-test:gpt/gpt3_mcore_te_tp2_pp2_mla", "layers": "4", "tp": "2", "pp": "2"}, 1.163),
+    ({"model": "mcore-test:moe/gpt3_mcore_te_tp2_pp1_te_8experts_etp1_ep4", "tp": "2", "pp": "1",
+      "ep": "4"}, 3.738),
+])
+def test_described_tests_of_a_framework_need_what_was_read(values: dict[str, str], gib: float) -> None:
+    case = predict(row(**(GOLDEN | values | {"mem_alloc": str(gib)})), models())
+    assert planner.memory_error(case) == pytest.approx(0, abs=0.01)
+
+
+def test_a_test_of_the_framework_that_is_not_described_is_left_out() -> None:
+    with pytest.raises(Skip, match="no configuration"):
+        predict(row(**(GOLDEN | {"model": "mcore-test:gpt/none_such"})), models())

@@ -26,6 +26,7 @@ NAMES: dict[str, str] = {
     "glm4_moe_lite": "GLM-4.7-Flash",
     "gpt_oss": "gpt-oss",
     "llama": "Llama",
+    "megatron_gpt": "Megatron GPT",
     "mistral": "Mistral",
     "mixtral": "Mixtral",
     "qwen2": "Qwen2",
@@ -58,12 +59,17 @@ def read_planned(config: Mapping[str, object], source: str) -> Outline:
     family = top.choice("model_type", NAMES)
     text = top.section("text_config") if top.present("text_config") else top
     depth = text.integer("num_hidden_layers")
+    is_gpt = family == "megatron_gpt"
     ffns = _ffns(text, family, depth)
     mixers = _mixers(text, family, depth)
     layers = tuple(
         OutlineLayer(
-            mixer, ffn, expert_bias=family == "gpt_oss", selection_bias=family.startswith("glm4"),
-            shared_gate=text.present("shared_expert_intermediate_size"),
+            mixer, ffn, expert_bias=family == "gpt_oss",
+            selection_bias=family.startswith("glm4") or text.boolean("selection_bias", default=False),
+            shared_gate=text.present("shared_expert_intermediate_size") and not is_gpt,
+            gated=text.boolean("gated_mlp", default=True),
+            ffn_bias=text.boolean("mlp_bias", default=False),
+            norm_bias=text.boolean("norm_bias", default=False),
         )
         for mixer, ffn in zip(mixers, ffns, strict=True)
     )
@@ -72,6 +78,7 @@ def read_planned(config: Mapping[str, object], source: str) -> Outline:
         family, NAMES[family], text.integer("hidden_size"), text.integer("vocab_size"), layers,
         tied=tied, max_positions=text.integer("max_position_embeddings", default=4096),
         fp8_block=_fp8_block(top, family),
+        learned_positions=text.integer("learned_positions", minimum=0, default=0),
     )
 
 
@@ -138,7 +145,7 @@ def _gqa(text: Fields, family: str, window: int | None = None) -> GQASpec:
         head_dim=text.integer("head_dim", default=width) if text.present("head_dim") else width,
         qk_norm=family.startswith(_QK_NORM) or text.boolean("use_qk_norm", default=False),
         bias=text.boolean("attention_bias", default=bias),
-        out_bias=is_gpt_oss,
+        out_bias=is_gpt_oss or text.boolean("attention_out_bias", default=False),
         gate=family.startswith(("qwen3_next", "qwen3_5")),
         window=window,
         sinks=is_gpt_oss,
