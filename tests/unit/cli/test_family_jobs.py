@@ -62,8 +62,8 @@ evaluate:
 
     merged = tmp_path / "merged"
     command = ["merge", str(model), str(adapter), "--out", str(merged)]
-    if preset.startswith("deepseek"):  # so small a change is lost in FP8's rounding
-        assert run(command) == 1
+    if preset.startswith("deepseek"):  # FP8's rounding shows in the logits
+        assert run([*command, "--max-logits-error", "0.1"]) == 1
         assert "FAIL" in (said := capsys.readouterr().out) and "--dtype bf16" in said
         command += ["--dtype", "bf16"]
     assert run(command) == 0
