@@ -1,17 +1,13 @@
 """Remote directories behind fsspec URLs: ranges in parallel, again after a failure.
 
-Knows: fsspec, which failures pass, what of a URL is secret. Does not know: what files mean.
-
-A store that answers late or not at all is asked again with growing pauses; a file that is missing
-or forbidden is not. Nothing of a URL that opens a door (user, password, query) reaches a message.
+Knows: fsspec, which of its failures are told how. Does not know: what files mean; which failures
+pass (see `trimtab.network`).
 """
 
 from __future__ import annotations
 
 import os
-import random
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -19,18 +15,15 @@ from typing import IO, Protocol, TypeVar, cast
 from urllib.parse import urlsplit
 
 from trimtab.errors import CheckpointError
+from trimtab.network import redact, retried
 
 MAX_RANGE_BYTES = 8 * 2**20
-ATTEMPTS = 6
-_FIRST_PAUSE = 0.2
-_LONGEST_PAUSE = 8.0
 _THREADS = 8
 _EXTRAS = {"http": "http", "https": "http", "s3": "s3", "hf": "hub"}
 _MODELSCOPE = "https://modelscope.cn/models"
 _REACH = "check the network, the address and the credentials"
 # OBS answers under the name of the bucket only.
 _OBS_ADDRESSING = "virtual"
-_PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 
 Value = TypeVar("Value")
 
@@ -101,16 +94,6 @@ def connect(url: str) -> tuple[FileSystem, str]:
         hint = "such as https://, s3://, obs://, hf:// or modelscope://"
         raise CheckpointError("TT307", shown, _clean(url, error), hint=hint) from error
     return cast(FileSystem, system), str(path)
-
-
-def redact(url: str) -> str:
-    """A URL without what must not be shown: user and password, query.
-
-    >>> redact("https://me:secret@host/dir?X-Signature=abc")
-    'https://***@host/dir?***'
-    """
-    url = re.sub(r"(?<=://)[^/@]*@", "***@", url)
-    return re.sub(r"\?.*", "?***", url)
 
 
 class RemoteStore:
@@ -299,44 +282,6 @@ def _discard(handle: IO[bytes]) -> None:
             discard()
         # An fsspec file that is garbage collected would upload the rest of its buffer.
         handle.closed = True  # type: ignore[misc]
-
-
-def retried(call: Callable[[], Value]) -> Value:
-    """The value of a call, made again after failures that may pass.
-
-    Raises:
-        Exception: the last failure, or the first of a kind that does not pass.
-    """
-    pause = _FIRST_PAUSE
-    for attempt in range(ATTEMPTS):
-        try:
-            return call()
-        except Exception as error:  # noqa: BLE001  # whatever a store raises
-            reason = _reason(error)
-            if attempt == ATTEMPTS - 1 or isinstance(reason, _PERMANENT) or not _may_pass(reason):
-                raise reason from None
-        time.sleep(pause * random.uniform(0.5, 1.0))
-        pause = min(2 * pause, _LONGEST_PAUSE)
-    raise AssertionError("unreachable: the last attempt returns or raises")
-
-
-def _reason(error: Exception) -> Exception:
-    """What stands behind a file that is not found: over HTTP fsspec says so of every failure."""
-    behind = error.__cause__
-    if not isinstance(error, FileNotFoundError) or not isinstance(behind, Exception):
-        return error
-    return error if isinstance(behind, _PERMANENT) or not _may_pass(behind) else behind
-
-
-def _may_pass(error: Exception) -> bool:
-    """Whether asking again can help: not after an answer in the 400s, but for 408 and 429."""
-    status = getattr(error, "status", None) or getattr(error, "status_code", None)
-    response = getattr(error, "response", None)
-    if status is None and response is not None:
-        status = getattr(response, "status_code", None)
-    if isinstance(status, int) and 400 <= status < 500:
-        return status in (408, 429)
-    return not isinstance(error, ImportError | TypeError | ValueError | NotImplementedError)
 
 
 def _clean(url: str, error: Exception) -> str:

@@ -87,11 +87,14 @@ class ImageSection(Section):
         on_too_long: an image with more is made smaller, its record left out, or an error.
         root: directory that paths of images start at and must stay in; by default that of the
             data file.
+        fetch: images that records name by http or https are fetched, once, and kept by their URL in
+            the user's cache (`TRIMTAB_CACHE`); otherwise such a record cannot be used.
     """
 
     max_tokens: PositiveInt | None = None
     on_too_long: Literal["resize", "skip", "error"] = "error"
     root: Word | None = None
+    fetch: bool = False
 
 
 class DataSection(Section):

@@ -95,7 +95,9 @@ def content_hash(record: Record) -> int:
 
 def _plain(value: object) -> object:
     if isinstance(value, ImageSource):
-        return value.path if value.data is None else hashlib.sha256(value.data).hexdigest()
+        if value.data is None:
+            return value.path or value.url
+        return hashlib.sha256(value.data).hexdigest()
     return str(value)
 
 

@@ -1,18 +1,18 @@
 """Where the image of a record lies, and decoding it within limits.
 
-Knows: paths, base64, image files. Does not know: patches, tokens, models.
+Knows: paths, base64, image files. Does not know: patches, tokens, models; HTTP (see `fetch`).
 
 An image part of a message names its image in one of these ways:
 
     {"type": "image", "path": "pictures/7.png"}
     {"type": "image", "base64": "iVBORw0KGgo..."}
-    {"type": "image", "image": ...}         a path, base64 text of an image file, or a data: URL
+    {"type": "image", "image": ...}         a path, base64 text of an image file, or a URL
     {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}
     {"type": "image"}                       the next entry of the record's `images` list
 
 A path starts at the directory of the data file and may not lead out of it, symbolic links
 included: a data set from elsewhere must not read private files. `data.image.root` names another
-directory instead. Nothing is fetched from the network.
+directory instead. An http(s) URL is an image only where `data.image.fetch` allows the network.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from PIL import Image, UnidentifiedImageError
 
+from trimtab.data.fetch import FetchError, fetched
 from trimtab.errors import DataError
+from trimtab.network import redact
 
 SOURCE = "source"  # key under which an image part of a message carries its ImageSource
 MAX_FILE_BYTES = 128 * 2**20
@@ -40,50 +42,57 @@ _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 # How the base64 text of a PNG, JPEG, GIF, WEBP or BMP file begins.
 _BASE64_STARTS = ("iVBORw0KGgo", "/9j/", "R0lGODdh", "R0lGODlh", "UklGR", "Qk")
 _SHORTEST_BASE64 = 64  # a file of a pixel has more; a path that begins like one has fewer
+_SHOWN = 200  # characters of an address in a message
 _KEYS = ("path", "base64", "bytes", "image", "image_url")
 
 
 @dataclass(frozen=True, slots=True)
 class ImageSource:
-    """An image of a record, not read yet; exactly one of `path` and `data` is set.
+    """An image of a record, not read yet; exactly one of `path`, `data` and `url` is set.
 
     Args:
         where: `file:line` and the place in the record, for messages.
         path: as the record has it.
         data: bytes of an image file.
         directory: where relative paths start.
+        url: http or https.
     """
 
     where: str
     path: str | None
     data: bytes | None
     directory: str
+    url: str | None = None
 
-    def read(self, root: str | None = None) -> Image.Image:
+    def read(self, root: str | None = None, *, fetch: bool = False) -> Image.Image:
         """Decode the image to RGB, or RGBA where parts of it are transparent.
 
         Args:
             root: directory that paths start at and stay in, in place of the data file's.
+            fetch: URLs are fetched, once (see `fetch.fetched`).
 
         Raises:
             DataError: TT406, naming the record, for anything that is not a whole, single,
-                8-bit image within the limits.
+                8-bit image within the limits, or a URL that cannot or must not be fetched.
+            RunError: TT604 and TT314 as for `fetched`.
         """
-        return decode_image(self._bytes(root), self.where)
+        return decode_image(self._bytes(root, fetch), self.where)
 
-    def size(self, root: str | None = None) -> tuple[int, int]:
+    def size(self, root: str | None = None, *, fetch: bool = False) -> tuple[int, int]:
         """Width and height from the head of the file, without decoding the pixels.
 
         Raises:
             DataError: TT406 as for `read`, as far as the head tells.
         """
-        with _open(self._bytes(root), self.where) as image:
+        with _open(self._bytes(root, fetch), self.where) as image:
             return image.size
 
-    def _bytes(self, root: str | None) -> bytes:
+    def _bytes(self, root: str | None, fetch: bool) -> bytes:
         if self.data is not None:
             return self.data
-        assert self.path is not None, "a source has a path or data"
+        if self.url is not None:
+            return _fetch(self.url, self.where, allowed=fetch)
+        assert self.path is not None, "a source has a path, data or a URL"
         path = _inside(self.path, self.directory, root, self.where)
         size = path.stat().st_size
         if size > MAX_FILE_BYTES:
@@ -140,7 +149,7 @@ def image_sources(message: Mapping[str, object]) -> list[ImageSource]:
 
 
 def _from_text(value: str, where: str, directory: str, *, is_path: bool) -> ImageSource:
-    """A path, a data: or file: URL, or base64 known by how image files begin."""
+    """A path, a URL, or base64 known by how image files begin."""
     if value.startswith("data:"):
         head, comma, body = value.partition(",")
         if not comma:
@@ -148,15 +157,35 @@ def _from_text(value: str, where: str, directory: str, *, is_path: bool) -> Imag
         encoded = head.endswith(";base64")
         data = _from_base64(body, where) if encoded else unquote_to_bytes(body)
         return ImageSource(where, None, data, directory)
-    address = urlsplit(value) if value.startswith("file://") else None
+    if value.lower().startswith(("http://", "https://")):
+        return ImageSource(where, None, None, directory, value)
+    try:
+        address = urlsplit(value) if value.startswith("file://") else None
+    except ValueError as error:
+        raise _error(where, f"is no valid address: {error}", value[:40]) from None
     if address is not None and address.netloc in ("", "localhost"):
         return ImageSource(where, unquote(address.path), None, directory)
     if "://" in value[:16]:
-        raise _error(where, "is an address; images are read from files or from the record itself",
-                     value[:60], hint="download the images and name their paths")  # fmt: skip
+        raise _error(where, "is an address of a kind that is not read; http and https are",
+                     redact(value)[:_SHOWN], hint="download the images and name their paths")  # fmt: skip
     if not is_path and len(value) >= _SHORTEST_BASE64 and value.startswith(_BASE64_STARTS):
         return ImageSource(where, None, _from_base64(value, where), directory)
     return ImageSource(where, value, None, directory)
+
+
+def _fetch(url: str, where: str, *, allowed: bool) -> bytes:
+    shown = redact(url)[:_SHOWN]
+    if not allowed:
+        raise _error(where, f"{shown} is an address; finetune.data.image.fetch does not allow the "
+                     "network", hint="set finetune.data.image.fetch to true, or download the images "
+                     "and name their paths")  # fmt: skip
+    try:
+        return fetched(url, MAX_FILE_BYTES, lambda data: decode_image(data, where))
+    except FetchError as error:
+        raise _error(where, f"{shown} cannot be fetched: {error}") from None
+    except DataError as error:
+        rule = f"what {shown} gives {error.rule}"
+        raise _error(where, rule, hint=error.hint) from None
 
 
 def _from_base64(text: str, where: str) -> bytes:

@@ -188,13 +188,13 @@ def _boxes(
 ) -> list[ImageBox]:
     if processor is None:
         return []
-    rule, root = processor.rule, processor.limits.root
+    rule, limits = processor.rule, processor.limits
     sources = message_images(record.messages)
     boxes = []
     height, width = (side // rule.patch_size for side in rule.token_side)
     for source, image in zip(sources, prompt.images, strict=True):
         _, rows, columns = image.grid
-        picture = thumbnail(source.read(root)) if pictures else ""
+        picture = thumbnail(source.read(limits.root, fetch=limits.fetch)) if pictures else ""
         boxes.append(ImageBox(image.width, image.height, rows // height, columns // width, picture))  # fmt: skip
     return boxes
 

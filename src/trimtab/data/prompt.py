@@ -52,7 +52,7 @@ class ImageProcessor:
             DataError: TT406 for an unusable image.
             ImageTooLongError: TT406 where it takes too many tokens and must not be made smaller.
         """
-        image = source.read(self.limits.root)
+        image = source.read(self.limits.root, fetch=self.limits.fetch)
         self.check_length(image.size, source.where)
         return preprocess(image, self.rule, self.limits.max_tokens)
 
@@ -62,7 +62,7 @@ class ImageProcessor:
         Raises:
             DataError: as for `read`, as far as the head tells.
         """
-        size = source.size(self.limits.root)
+        size = source.size(self.limits.root, fetch=self.limits.fetch)
         self.check_length(size, source.where)
         return self.rule.num_tokens(*size, self.limits.max_tokens)
 

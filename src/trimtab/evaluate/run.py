@@ -18,6 +18,7 @@ from trimtab.checkpoint.adapter import attach_adapter, load_adapter
 from trimtab.checkpoint.base import require_base
 from trimtab.checkpoint.load import load_model
 from trimtab.checkpoint.source import open_source
+from trimtab.config.data import ImageSection
 from trimtab.config.evaluation import TaskSection
 from trimtab.config.recipe import Recipe
 from trimtab.data.image_source import message_images, thumbnail
@@ -215,8 +216,9 @@ def _question(record: Record) -> Question:
 
 
 def _pictures(question: Question, processor: ImageProcessor | None) -> tuple[str, ...]:
-    root = None if processor is None else processor.limits.root
-    return tuple(thumbnail(source.read(root)) for source in message_images(question.messages))
+    limits = ImageSection() if processor is None else processor.limits
+    sources = message_images(question.messages)
+    return tuple(thumbnail(source.read(limits.root, fetch=limits.fetch)) for source in sources)
 
 
 def _text(record: Record) -> str:

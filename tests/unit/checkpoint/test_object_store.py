@@ -12,6 +12,7 @@ import pytest
 from tests.support.object_store import Proxy, proxy, s3_server
 from tests.unit.checkpoint import tiny
 from tests.unit.checkpoint.test_convert import MEMORY, files_of
+from trimtab import network
 from trimtab.arch.load import load_arch
 from trimtab.checkpoint import remote
 from trimtab.checkpoint.audit import audit_conversion
@@ -44,7 +45,7 @@ def store(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
             "OBS_ENDPOINT": url,
         }.items():
             monkeypatch.setenv(key, value)
-        monkeypatch.setattr(remote, "_FIRST_PAUSE", 0.01)
+        monkeypatch.setattr(network, "_FIRST_PAUSE", 0.01)
         s3fs.S3FileSystem.clear_instance_cache()
         yield before
         s3fs.S3FileSystem.clear_instance_cache()

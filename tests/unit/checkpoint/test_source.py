@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from trimtab import network
 from trimtab.checkpoint import remote
 from trimtab.checkpoint.marker import MARKER_NAME
 from trimtab.checkpoint.source import INDEX_NAME, open_source
@@ -116,9 +117,9 @@ def test_http_server_without_ranges_is_named(url: str) -> None:
 
 @pytest.mark.parametrize("url", [_BusyHandler], indirect=True)
 def test_a_busy_http_server_is_no_missing_file(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(network, "_FIRST_PAUSE", 0.001)
     assert open_source(url).config() == {"model_type": "x"}
-    monkeypatch.setattr(remote, "ATTEMPTS", 1)
+    monkeypatch.setattr(network, "ATTEMPTS", 1)
     _BusyHandler.asked.clear()
     with pytest.raises(CheckpointError, match="no answer: 503") as caught:
         open_source(url)

@@ -123,7 +123,7 @@ def test_counts_that_differ_name_the_record(parts: int, images: int, said: str) 
 @pytest.mark.parametrize(
     ("content", "said"),
     [([], "at least one part"), ([{"type": "video", "path": "a"}], "type: image"), (["a"], "type"),
-     ([{"type": "text"}], "type: text"), ([{"type": "image", "image": "http://a/b"}], "address"),
+     ([{"type": "text"}], "type: text"), ([{"type": "image", "image": "ftp://a/b"}], "address"),
      ([{"type": "image", "image": 3}], "must be a text")],
 )  # fmt: skip
 def test_a_bad_part_is_named(content: list[object], said: str) -> None:

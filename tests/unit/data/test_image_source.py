@@ -103,9 +103,9 @@ def test_what_is_no_file_is_said_so(folder: Path, path: str) -> None:
     assert caught.value.where == AT
 
 
-def test_addresses_are_never_fetched() -> None:
+def test_addresses_are_not_fetched_unless_allowed() -> None:
     with pytest.raises(DataError, match="is an address"):
-        image_source({"image_url": {"url": "http://example.com/a.png"}}, AT, ".")
+        image_source({"image_url": {"url": "http://example.com/a.png"}}, AT, ".").read()
 
 
 @pytest.mark.parametrize(
@@ -213,3 +213,5 @@ def test_a_file_url_is_a_path_that_must_stay_under_the_root(folder: Path) -> Non
         source.read(root=str(folder / "img"))
     with pytest.raises(DataError, match=r"TT406.*is an address"):
         image_source({"image_url": {"url": "file://elsewhere/a.png"}}, AT, str(folder))
+    with pytest.raises(DataError, match=r"TT406.*no valid address"):
+        image_source({"image_url": {"url": "file://[elsewhere/a.png"}}, AT, str(folder))

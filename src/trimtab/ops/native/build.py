@@ -45,15 +45,6 @@ def compiler() -> list[str] | None:
     return None
 
 
-def cache_directory() -> Path:
-    """`TRIMTAB_CACHE`, else the user's cache directory; native libraries lie in `native` below."""
-    given = os.environ.get("TRIMTAB_CACHE")
-    if given:
-        return Path(given) / "native"
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "trimtab" / "native"
-
-
 def build(source: Path, cache: Path, vector_level: str) -> Path:
     """The library of `source`, compiled unless the cache already has it.
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from trimtab.errors import RunError
-from trimtab.ops.native.build import BuildError, build, cache_directory
+from trimtab.ops.native.build import BuildError, build
+from trimtab.user_cache import user_cache
 
 SWITCH = "TRIMTAB_NATIVE"
 
@@ -47,7 +48,7 @@ def _switched_off() -> str | None:
 def _load(name: str) -> ctypes.CDLL | str:
     source = Path(__file__).with_name(f"{name}.cpp")
     try:
-        path = build(source, cache_directory(), torch.backends.cpu.get_cpu_capability())
+        path = build(source, user_cache("native"), torch.backends.cpu.get_cpu_capability())
         return ctypes.CDLL(str(path))
     except BuildError as e:
         return str(e)
