@@ -95,7 +95,8 @@ def _stack(flags: frozenset[str]) -> Stack:
     """Gradients in fp32 (beside fp16, in fp16), added by an operation of their own; loss in fp32."""
     workspaces = 3 + 4 * ("grouped" in flags)
     stack = replace(
-        MEGATRON, shards="none", weight_grad_buffer=False, workspace=workspaces * _WORKSPACE,
+        MEGATRON, shards="none", weight_grad_buffer=False, loss_in_place=False,
+        workspace=workspaces * _WORKSPACE,
         grad_bytes=2 if "fp16" in flags else 4, sequence_parallel="sequence_parallel" in flags,
     )
     if "sharded_parameters" in flags:

@@ -23,6 +23,7 @@ from trimtab.errors import TrimtabError
 from trimtab.plan.job import (
     FSDP,
     MEGATRON,
+    PLAIN_LOGIT_BYTES,
     Adapters,
     Dispatcher,
     ExpertAdapters,
@@ -291,6 +292,12 @@ def job_for(row: Mapping[str, str], outline: Outline, degrees: Degrees) -> Job:
     if "Megatron-Bridge" in row["framework"]:
         # Its recipes reduce gradients in bf16.
         job = replace(job, stack=replace(job.stack, grad_bytes=2))
+    if "ROCm" in row["framework"]:
+        # Its loss is torch's on all logits in fp32 (kimi_k3/training/pretrain_kimi_k3.py).
+        job = replace(job, stack=replace(job.stack, loss_in_place=False, logit_bytes=PLAIN_LOGIT_BYTES))
+    if "ms-swift" in row["framework"]:
+        # Its scripts ask for the fused loss of Megatron itself, which keeps fp32 beside bf16.
+        job = replace(job, stack=replace(job.stack, loss_in_place=False))
     if "fused linear CE" in row["shard"]:
         job = replace(job, stack=replace(job.stack, logit_bytes=0))
     return _optimizer(job, row["optimizer"].lower())

@@ -54,7 +54,8 @@ class Stack:
         keeps_norm_output: a fused norm and projection keep input and output of the norm.
         weight_grad_buffer: gradients are added into the main buffer by the GEMM, and autograd is
             given one uninitialised tensor per weight shape, which stays allocated.
-        logit_bytes: of one logit at the peak of the loss, all copies together.
+        loss_in_place: training in full, the loss turns the logits into their gradient.
+        logit_bytes: of one logit at the peak of another loss, all copies together.
         workspace: of the GEMM library, in bytes.
         sequence_parallel: what lies between the products of a layer is divided by tp, too.
         overlaps_data: gradient and parameter collectives of data parallelism run beside compute.
@@ -68,6 +69,7 @@ class Stack:
     moment_bytes: float = 8
     keeps_norm_output: bool = True
     weight_grad_buffer: bool = False
+    loss_in_place: bool = False
     logit_bytes: float = 6
     workspace: int = 64 * 2**20
     sequence_parallel: bool = True
@@ -76,10 +78,12 @@ class Stack:
 
 TRIMTAB = Stack("trimtab", shards="all", weight_bytes=4, grad_bytes=4, master_bytes=0,
                 keeps_norm_output=True, logit_bytes=0)
-MEGATRON = Stack("megatron", shards="optimizer", weight_grad_buffer=True)
+MEGATRON = Stack("megatron", shards="optimizer", weight_grad_buffer=True, loss_in_place=True)
 FULL_TRAINING = MEGATRON
-# Plain cross-entropy: logits in bf16 and fp32, log-probabilities, and the gradient of either.
-FSDP = Stack("fsdp", shards="all", weight_bytes=4, grad_bytes=4, master_bytes=0, logit_bytes=14)
+# Plain cross-entropy: logits in bf16 and fp32, log-probabilities, and their gradient in fp32.
+PLAIN_LOGIT_BYTES = 14
+FSDP = Stack("fsdp", shards="all", weight_bytes=4, grad_bytes=4, master_bytes=0,
+             logit_bytes=PLAIN_LOGIT_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -291,10 +291,12 @@ class MemoryModel:
         # The norm's input and output and the stream's gradient, and under sequence parallelism the
         # gathered input of the head and its gradient.
         streams = _X * d * tokens * (3 / degrees.tp + 2 * (degrees.tp > 1))
+        loss, backward = job.stack.logit_bytes * vocab * tokens, 0.0
         if job.stack.weight_grad_buffer and job.method == "full":
             # The gradient of the logits beside that of the head itself.
-            return _X * vocab * tokens + _X * vocab * d + streams
-        return job.stack.logit_bytes * vocab * tokens + streams
+            backward = _X * vocab * tokens + _X * vocab * d
+            loss = 0.0 if job.stack.loss_in_place else loss
+        return max(loss, backward) + streams
 
     def _gradient_buffer(self, stage: Stage, degrees: Degrees) -> float:
         """One tensor per shape of a trained matrix of these layers."""

@@ -97,6 +97,7 @@ class States:
             else:
                 self.head += block
         self._tied = table if outline.tie_word_embeddings else Block()
+        self._table = table.tp_elements
         for param in outline.mtp_params if job.mtp else ():
             self.mtp += _block(outline, job, param)
         self.layers = tuple(layers)
@@ -150,11 +151,16 @@ class States:
         state = d / dense + e / expert
         here = d + e if whole_state else state
         adapters = here * stack.weight_bytes if job.method == "lora" else 0.0
-        moments = state * stack.moment_bytes
+        moments, masters = state * stack.moment_bytes, state * stack.master_bytes
         if job.optimizer == "muon":
             share = block.matrix_share / max(1.0, _elements(block))
             moments = state * (stack.moment_bytes - 4 * share)
-        masters = state * stack.master_bytes
+            table = self._table / tp * (stage.has_embedding or stage.has_head)
+            if stack.shards == "optimizer" and table > d / dense:
+                # Its orthogonal updates need whole matrices, so that parameters are dealt out whole;
+                # the fullest rank has a table, with both moments.
+                masters = (table + e / expert) * stack.master_bytes
+                moments = table * stack.moment_bytes + e / expert * (stack.moment_bytes - 4)
         moved = job.offload_optimizer
         return StateBytes(
             base=base, adapters=adapters, gradients=here * stack.grad_bytes,

@@ -179,3 +179,24 @@ def test_tensor_parallel_experts_are_divided_and_what_every_rank_keeps_is_not() 
     )
     every = worst(outline, replace(job, stack=replace(MEGATRON, shards="none")), Degrees(dp_shard=8))
     assert every.lines["moments"] == 8 * outline.total_parameters
+
+
+def test_muon_deals_out_whole_parameters_so_that_one_rank_has_a_table() -> None:
+    outline = load_outline(GPT | {"tie_word_embeddings": False})
+    table, rest = 50304 * 512, outline.total_parameters - 2 * 50304 * 512
+    job = Job(method="full", seq_len=64, global_batch=8, optimizer="muon", stack=MEGATRON)
+    lines = worst(outline, job, Degrees(dp_shard=8)).lines
+    assert (lines["masters"], lines["moments"]) == (4 * table, 8 * table)
+    # Where every rank has all, matrices of layers have one moment.
+    alone = worst(outline, job, Degrees()).lines
+    assert alone["masters"] == 4 * outline.total_parameters
+    matrices = sum(p.numel for p in outline.params if p.layer is not None and len(p.shape) > 1)
+    assert alone["moments"] == pytest.approx(8 * (2 * table + rest) - 4 * matrices)
+
+
+def test_a_plain_loss_keeps_copies_of_all_logits() -> None:
+    outline = load_outline(GPT)
+    job = Job(method="full", seq_len=4096, global_batch=1, stack=MEGATRON)
+    plain = replace(job, stack=replace(MEGATRON, loss_in_place=False, logit_bytes=14))
+    fused, more = (worst(outline, each, Degrees()).lines["logits"] for each in (job, plain))
+    assert more - fused == (14 - 2) * 4096 * 50304 - 2 * 50304 * 512
