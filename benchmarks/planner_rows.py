@@ -395,7 +395,8 @@ def predict(row: Mapping[str, str], models: Mapping[str, object]) -> Case:
             # The column is the local batch, which the pipeline divides into sequences; its
             # schedule holds all of them, so that memory is that of the whole.
             job = replace(job, micro_batch=1)
-        overlap = "ep-overlap" in row["overlap_graphs"]
+        # DualPipe runs the exchange of one micro-batch beside the compute of another.
+        overlap = "ep-overlap" in row["overlap_graphs"] or "dualpipe" in row["vpp"]
         seconds = TimeModel(outline, job, cluster, exchange_overlap=overlap).step(layout).seconds
     found, reserved = measured_memory(row)
     return Case(

@@ -164,8 +164,23 @@ def _gqa(m: GQASpec, s: Shape, job: Job, d: float) -> Iterator[Kept]:
     if m.gate:
         yield Kept("output gate and its input", _X * 2 * q)
     yield from _exchanged(s, _X * q)
-    yield Kept("attention output", _X * q, "core_attn")
+    yield from _context(_X * q, job, "gqa/o_proj")
     yield _weights(m.num_heads / s.tp, job)
+
+
+def _context(size: float, job: Job, projection: str) -> Iterator[Kept]:
+    """The output of attention, which its backward pass needs and that of a trained projection.
+
+    In one precision they share it, so that recomputing attention saves nothing of it; narrow
+    products keep their input beside it.
+    """
+    if not job.adapted(projection):
+        yield Kept("attention output", size, "core_attn")
+    elif _input_share(job) == 1.0:
+        yield Kept("attention output", size)
+    else:
+        yield Kept("attention output", size, "core_attn")
+        yield Kept("input of the output projection", size * _input_share(job))
 
 
 def _weights(heads: float, job: Job) -> Kept:
@@ -191,7 +206,10 @@ def _mla(m: MLASpec, s: Shape, job: Job, d: float) -> Iterator[Kept]:
     yield Kept("query and key", _X * 2 * n * m.qk_head_dim, "mla_up_proj")
     yield Kept("value", _X * n * m.v_head_dim, "mla_up_proj")
     yield from _exchanged(s, _X * n * m.v_head_dim)
-    yield Kept("attention output", _X * n * m.v_head_dim, "core_attn")
+    if m.gate is None:
+        yield from _context(_X * n * m.v_head_dim, job, "mla/o_proj")
+    else:
+        yield Kept("attention output", _X * n * m.v_head_dim, "core_attn")
     yield _weights(n, job)
     if m.gate is not None:
         wide = n * m.v_head_dim

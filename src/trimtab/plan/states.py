@@ -16,6 +16,7 @@ from trimtab.plan.placement import Degrees
 from trimtab.plan.stages import Stage
 
 _TP_AXES = frozenset({"heads", "ffn", "vocab"})
+_GATHERED = 2  # bytes of a parameter in bf16
 _FLOAT_BYTES = {"native": 0, "bf16": 2, "fp32": 4}
 
 
@@ -169,6 +170,11 @@ class States:
             host=(moments + masters) * moved,
         )
 
+    @property
+    def gathered_share(self) -> float:
+        """Bytes of gathered parameters over those kept: trained ones are gathered as products read them."""
+        return min(1.0, _GATHERED / self._job.stack.weight_bytes) if self._job.method == "full" else 1.0
+
     def _gathered(self, degrees: Degrees, dense: int, expert: int) -> float:
         """Two layers' parameters in full, the one at work and the next, where they are divided."""
         if dense == 1 and expert == 1:
@@ -177,7 +183,7 @@ class States:
             (b.tp / degrees.tp + b.whole) * (dense > 1) + b.expert / (degrees.ep * degrees.etp) * (expert > 1)
             for b in self._different
         )
-        return 2 * largest
+        return 2 * largest * self.gathered_share
 
 
 def _elements(block: Block) -> float:

@@ -317,6 +317,7 @@ class TimeModel:
         if degrees.expert_shard > 1 and block.expert:
             span = span_of(c, degrees.expert_shard, degrees.ep)
             seconds += ring_seconds(c, span, block.expert / (degrees.ep * degrees.etp), "all_gather")
+        seconds *= self.states.gathered_share
         for parts in (forward, backward):
             compute = sum(parts.values()) * c.compute_overlap.value
             parts["parameter_gather"] += max(0.0, seconds - compute)
@@ -339,8 +340,10 @@ class TimeModel:
             return 0.0
         elements = block.tp_elements / degrees.tp + block.whole_elements
         seconds = 0.0
-        # Gradients are reduced and parameters gathered, or both in one all-reduce.
-        bytes_per = job.stack.grad_bytes + (job.stack.weight_bytes if job.method == "full" else 0)
+        # Gradients are reduced and parameters gathered, or both in one all-reduce; divided parameters
+        # are gathered with every pass.
+        gathers = job.method == "full" and job.stack.shards != "all"
+        bytes_per = job.stack.grad_bytes + (job.stack.weight_bytes if gathers else 0)
         if ranks > 1:
             span = span_of(c, ranks, degrees.tp)
             seconds += ring_seconds(c, span, elements * bytes_per, "all_gather")
