@@ -275,6 +275,12 @@ def job_for(row: Mapping[str, str], outline: Outline, degrees: Degrees) -> Job:
         routing = BANDS["worst"]  # an untrained router
     if capacity := re.search(r"capacity (\d+)", row["routing"]):
         routing = float(capacity.group(1))  # experts are padded to their capacity
+    chunks = degree(row, "vpp")
+    if "torchtitan" in row["framework"] and degrees.pp > 1:
+        # The column is the local batch, which the pipeline divides into as many micro-batches as it
+        # has stages; interleaved ones have two chunks a rank at the least.
+        micro = max(1, micro // degrees.pp)
+        chunks = max(chunks, 1 + row["overlap_graphs"].startswith("interleaved"))
     job = Job(
         method="lora" if is_lora else "frozen" if "frozen" in row["task"] else "full",
         base_dtype="native" if precision.startswith("MXFP4 w") else "bf16",
@@ -284,7 +290,7 @@ def job_for(row: Mapping[str, str], outline: Outline, degrees: Degrees) -> Job:
         optimizer="muon" if "muon" in row["optimizer"] + row["shard"] else "adam", routing=routing,
         precision=precision_for(precision), mtp=mtp,
         kernels="plain" if "KDA=eager" in row["framework"] else "fused",
-        chunks=degree(row, "vpp") if row["vpp"] else 1,
+        chunks=chunks,
         graphs="graph" in row["overlap_graphs"],
     )
     if golden := golden_of(row):
@@ -391,10 +397,6 @@ def predict(row: Mapping[str, str], models: Mapping[str, object]) -> Case:
         memory = model.worst(layout)
     seconds = None
     if row["gbs"] and row["n_dev"]:
-        if "torchtitan" in row["framework"] and degrees.pp > 1:
-            # The column is the local batch, which the pipeline divides into sequences; its
-            # schedule holds all of them, so that memory is that of the whole.
-            job = replace(job, micro_batch=1)
         # DualPipe runs the exchange of one micro-batch beside the compute of another.
         overlap = "ep-overlap" in row["overlap_graphs"] or "dualpipe" in row["vpp"]
         seconds = TimeModel(outline, job, cluster, exchange_overlap=overlap).step(layout).seconds

@@ -56,6 +56,9 @@ class Stack:
             given one uninitialised tensor per weight shape, which stays allocated.
         loss_in_place: training in full, the loss turns the logits into their gradient.
         logit_bytes: of one logit at the peak of another loss, all copies together.
+        whole_in_pipeline: with a pipeline, divided parameters stay gathered for the step, gradients are
+            reduced after the last micro-batch, and the last stage keeps the output of each.
+        expandable_segments: the allocator grows its blocks, so that sizes in turns leave no holes.
         workspace: of the GEMM library, in bytes.
         sequence_parallel: what lies between the products of a layer is divided by tp, too.
         overlaps_data: gradient and parameter collectives of data parallelism run beside compute.
@@ -71,6 +74,8 @@ class Stack:
     weight_grad_buffer: bool = False
     loss_in_place: bool = False
     logit_bytes: float = 6
+    whole_in_pipeline: bool = False
+    expandable_segments: bool = False
     workspace: int = 64 * 2**20
     sequence_parallel: bool = True
     overlaps_data: bool = True
@@ -83,7 +88,7 @@ FULL_TRAINING = MEGATRON
 # Plain cross-entropy: logits in bf16 and fp32, log-probabilities, and their gradient in fp32.
 PLAIN_LOGIT_BYTES = 14
 FSDP = Stack("fsdp", shards="all", weight_bytes=4, grad_bytes=4, master_bytes=0,
-             logit_bytes=PLAIN_LOGIT_BYTES)
+             logit_bytes=PLAIN_LOGIT_BYTES, whole_in_pipeline=True, expandable_segments=True)
 
 
 @dataclass(frozen=True, slots=True)

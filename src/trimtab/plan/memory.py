@@ -160,12 +160,15 @@ class MemoryModel:
             head = {"logits": self._head(degrees, tokens)}
             moment = head if sum(head.values()) > sum(moment.values()) else moment
         lines.update(moment)
+        if stage.has_head and self.states.is_whole(degrees):
+            outputs = tokens * micro_batches(job, degrees)
+            lines["logits"] += _X * outputs * self.outline.vocab_size / degrees.tp
         lines["residual_bank"] = self._bank(stage, degrees, flight)
         lines["workspace"] = float(job.stack.workspace)
         if job.stack.weight_grad_buffer and job.method == "full":
             lines["gradient_buffer"] = self._gradient_buffer(stage, degrees)
         memory = StageMemory(stage.index, lines, state.host)
-        interleaved = job.chunks > 1 and degrees.pp > 1
+        interleaved = job.chunks > 1 and degrees.pp > 1 and not job.stack.expandable_segments
         share = FRAGMENTATION_INTERLEAVED if interleaved else FRAGMENTATION
         lines["allocator_overhead"] = memory.allocated * (share - 1)
         groups = sum(n > 1 for n in (degrees.tp, degrees.pp, degrees.ep, degrees.cp, degrees.data))

@@ -162,13 +162,21 @@ class States:
                 # the fullest rank has a table, with both moments.
                 masters = (table + e / expert) * stack.master_bytes
                 moments = table * stack.moment_bytes + e / expert * (stack.moment_bytes - 4)
-        moved = job.offload_optimizer
+        moved, gradients = job.offload_optimizer, here * stack.grad_bytes
+        gathered = self._gathered(degrees, base_dense, base_expert)
+        if self.is_whole(degrees):
+            gradients += (d + e) * stack.grad_bytes
+            gathered = (d + e) * _GATHERED
         return StateBytes(
-            base=base, adapters=adapters, gradients=here * stack.grad_bytes,
+            base=base, adapters=adapters, gradients=gradients,
             moments=moments * (1 - moved), masters=masters * (1 - moved),
-            gathered=self._gathered(degrees, base_dense, base_expert),
-            host=(moments + masters) * moved,
+            gathered=gathered, host=(moments + masters) * moved,
         )
+
+    def is_whole(self, degrees: Degrees) -> bool:
+        """Whether what is divided over data-parallel ranks is whole between the ends of a step."""
+        job = self._job
+        return job.method == "full" and job.stack.whole_in_pipeline and degrees.pp > 1
 
     @property
     def gathered_share(self) -> float:

@@ -318,6 +318,8 @@ class TimeModel:
             span = span_of(c, degrees.expert_shard, degrees.ep)
             seconds += ring_seconds(c, span, block.expert / (degrees.ep * degrees.etp), "all_gather")
         seconds *= self.states.gathered_share
+        if self.states.is_whole(degrees):
+            seconds /= micro_batches(self.job, degrees)
         for parts in (forward, backward):
             compute = sum(parts.values()) * c.compute_overlap.value
             parts["parameter_gather"] += max(0.0, seconds - compute)

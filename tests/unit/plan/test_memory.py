@@ -225,3 +225,17 @@ def test_divided_parameters_are_gathered_in_the_precision_of_products() -> None:
     assert worst(outline, job, Degrees(dp_shard=8), resident=False).lines["gathered_parameters"] == (
         2 * 2 * layer
     )
+
+
+def test_a_pipeline_of_divided_parameters_keeps_them_whole_for_the_step() -> None:
+    outline = load_outline(GPT | {"tie_word_embeddings": False})
+    job = Job(method="full", seq_len=64, global_batch=16, stack=FSDP)
+    layout = Layout(Degrees(pp=2, dp_shard=4), split(outline, 2))
+    lines = MemoryModel(outline, job, H200).of_layout(layout)[-1].lines
+    again = replace(job, global_batch=32)
+    more = MemoryModel(outline, again, H200).of_layout(layout)[-1].lines
+    here = sum(p.numel for p in outline.params if p.owner == "head" or (p.layer or 0) > 1) + 2 * 512
+    assert lines["gathered_parameters"] == 2 * here
+    assert lines["gradients"] == 4 * here * (1 + 1 / 4)
+    # Twice the micro-batches, four more outputs in bf16.
+    assert more["logits"] - lines["logits"] == 4 * 64 * 50304 * 2
