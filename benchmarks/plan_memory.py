@@ -29,6 +29,7 @@ from trimtab.arch.spec import ArchSpec
 from trimtab.checkpoint.load import load_model
 from trimtab.config.recipe import BaseDtype
 from trimtab.data.packing import IGNORED, Pack
+from trimtab.models.context import Recompute
 from trimtab.models.lora import inject, lora_parameters
 from trimtab.plan.own_run import RunMemory
 from trimtab.train.allocator import give_blocks_back
@@ -48,7 +49,7 @@ class Case:
         packs: rows of a micro-batch.
         length: tokens of each.
         rank: of the adapters.
-        recompute: layers are computed again in the backward pass.
+        recompute: what is computed again in the backward pass.
         targets: words for modules.
         experts: form of the adapters on routed experts.
         base: dtype of the frozen weights.
@@ -58,27 +59,29 @@ class Case:
     packs: int
     length: int
     rank: int
-    recompute: bool
+    recompute: Recompute
     targets: tuple[str, ...] = ("attention",)
     experts: Experts = "none"
     base: BaseDtype = "fp32"
 
     def __str__(self) -> str:
         words = "+".join(self.targets) + ("" if self.experts == "none" else f"+experts {self.experts}")
-        layers = ", layers recomputed" if self.recompute else ""
+        layers = {"none": "", "layer": ", layers recomputed", "selective": ", selective"}[self.recompute]
         return f"{self.model} {self.packs}x{self.length} r{self.rank} {words} {self.base}{layers}"
 
 
 CASES = (
-    Case("kimi-linear-224m", 1, 4096, 16, recompute=False),
-    Case("kimi-linear-224m", 2, 2048, 64, recompute=False, targets=("attention", "dense_ffn", "shared_experts")),
-    Case("kimi-linear-224m", 4, 1024, 16, recompute=False, experts="per_expert", base="bf16"),
-    Case("glm5-next-tiny", 4, 8192, 16, recompute=True),
-    Case("glm5-next-tiny", 2, 8192, 8, recompute=False),
-    Case("k3.1-tiny", 1, 16384, 16, recompute=False),
-    Case("k3-tiny", 2, 32768, 8, recompute=True),
-    Case("deepseek-v3.2-tiny", 8, 8192, 32, recompute=False),
-    Case("kimi-linear-tiny", 8, 4096, 16, recompute=False),
+    Case("kimi-linear-224m", 1, 4096, 16, recompute="none"),
+    Case("kimi-linear-224m", 2, 2048, 64, recompute="none", targets=("attention", "dense_ffn", "shared_experts")),
+    Case("kimi-linear-224m", 4, 1024, 16, recompute="none", experts="per_expert", base="bf16"),
+    Case("glm5-next-tiny", 4, 8192, 16, recompute="layer"),
+    Case("glm5-next-tiny", 2, 8192, 8, recompute="none"),
+    Case("k3.1-tiny", 1, 16384, 16, recompute="none"),
+    Case("k3-tiny", 2, 32768, 8, recompute="layer"),
+    Case("deepseek-v3.2-tiny", 8, 8192, 32, recompute="none"),
+    Case("kimi-linear-tiny", 8, 4096, 16, recompute="none"),
+    Case("kimi-linear-224m", 2, 4096, 16, recompute="selective"),
+    Case("glm5-next-tiny", 8, 8192, 16, recompute="selective"),
 )
 
 

@@ -4,8 +4,10 @@ Knows: what Trimtab's own operators keep for the backward pass and work in, tens
 not know: torch, other programs (see `kept`), several devices (see `memory`).
 
 The experts keep their input, and gate and up of all rows where those are few, else they compute a
-row again; attention keeps its output and the log-sum-exp of each row; the loss its finished gradient. A frozen matrix keeps nothing, an
-adapted one its input and the rank-wide product in between.
+row again; attention keeps its output and the log-sum-exp of each row; the loss its finished gradient.
+A frozen matrix keeps nothing, an adapted one its input and the rank-wide product in between. A layer
+that is computed again keeps its input; under selective recomputation also what its routed experts and
+its latent attention gave, see `trimtab.ops.keep`.
 
 Letters: T tokens of a micro-batch, D hidden, P heads times width, S streams, A active experts.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Literal
 
 from trimtab.arch.adapter import LoRATarget
 from trimtab.arch.spec import (
@@ -28,6 +31,8 @@ from trimtab.arch.spec import (
     MoESpec,
 )
 from trimtab.plan.own_moments import EXPERT_KEPT, Moment, ffn_moment, loss_bytes, mixer_moment
+
+Recompute = Literal["none", "layer", "selective"]
 
 _WIDE = 4  # islands, and all adapters
 _INDEX = 8
@@ -43,7 +48,7 @@ class RunShape:
     Args:
         tokens: T, of one forward and backward pass.
         sequence: of one record at most; blocks of attention scores are as wide.
-        recompute: layers are computed again in the backward pass.
+        recompute: what is computed again in the backward pass, as in recipes.
         width: bytes of an activation, 4 on a CPU.
         supervised: share of the tokens that enter the loss.
         gathers: layers whose sparse attention fetches selected latents and makes no keys per head.
@@ -52,7 +57,7 @@ class RunShape:
 
     tokens: int
     sequence: int
-    recompute: bool
+    recompute: Recompute
     width: int = 4
     supervised: float = 1.0
     gathers: frozenset[int] = frozenset()
@@ -91,9 +96,17 @@ def predict_run(arch: ArchSpec, targets: Sequence[LoRATarget], run: RunShape) ->
 def kept_by_layer(
     arch: ArchSpec, targets: Sequence[LoRATarget], run: RunShape
 ) -> tuple[float, ...]:
-    """Bytes that each layer keeps for its backward pass where nothing is computed again."""
+    """Bytes that each layer keeps for its backward pass, once it has been computed again if it is."""
     model = _Model(arch, targets, run)
     return tuple(model.kept(index) for index in range(arch.num_layers))
+
+
+def results_by_layer(
+    arch: ArchSpec, targets: Sequence[LoRATarget], run: RunShape
+) -> tuple[float, ...]:
+    """Bytes that selective recomputation keeps of each layer between the passes, beside its input."""
+    model = _Model(arch, targets, run)
+    return tuple(model.results(index) for index in range(arch.num_layers))
 
 
 def adapter_elements(target: LoRATarget) -> int:
@@ -109,6 +122,7 @@ class _Model:
         self.ranks: dict[int, dict[str, int]] = {}
         self.inputs: dict[int, dict[str, int]] = {}
         self.experts: dict[int, int] = {}
+        self.sums: dict[int, int] = {}  # ranks in front of a B that all experts of a layer share
         for target in targets:
             if target.layer is None:
                 continue
@@ -118,6 +132,8 @@ class _Model:
                 self.inputs.setdefault(target.layer, {})[name] = target.in_features
             else:
                 self.experts[target.layer] = self.experts.get(target.layer, 0) + adapter_elements(target)
+                if target.experts.shares("B"):
+                    self.sums[target.layer] = target.rank
 
     def peak(self) -> RunMemory:
         """The largest of the moments: the loss, and the backward pass of each layer."""
@@ -155,10 +171,14 @@ class _Model:
             (mixer + sites / 2, self._mixer_moment(index, layer)),
         )
         alive, moment = max(moments, key=lambda pair: pair[0] + pair[1].bytes)
-        # The layer's input is among what it keeps; computed again it is the border below.
-        lines["recomputed_layer" if self.run.recompute else "kept_activations"] = (
-            alive + (0.0 if self.run.recompute else lines["kept_activations"])
-        )
+        # The layer's input is among what it keeps; computed again it is the border below. Of the results
+        # that are kept only what the experts gave is not among it.
+        if self.run.recompute == "none":
+            lines["kept_activations"] += alive
+        else:
+            lines["recomputed_layer"] = alive
+        if self.run.recompute == "selective":
+            lines["kept_results"] += self._experts_result(index)
         lines["working_set"] = moment.bytes + self._stream_gradients(index) * t + stream
         if self.run.dropout:
             widest = max(self.inputs.get(index, {}).values(), default=0)
@@ -167,10 +187,13 @@ class _Model:
 
     def _below(self, index: int, kept: list[float]) -> dict[str, float]:
         """Kept by the layers before one, or what recomputation keeps of them."""
-        if self.run.recompute:
-            borders = self._stream() * self.run.tokens * index
-            return {"kept_activations": borders, "residual_bank": self._bank(index)}
-        return {"kept_activations": sum(kept[:index]), "residual_bank": self._bank(index)}
+        bank = {"residual_bank": self._bank(index)}
+        if self.run.recompute == "none":
+            return {"kept_activations": sum(kept[:index])} | bank
+        borders = {"kept_activations": self._stream() * self.run.tokens * index}
+        if self.run.recompute == "layer":
+            return borders | bank
+        return borders | {"kept_results": sum(map(self.results, range(index)))} | bank
 
     def _stream(self) -> float:
         residual = self.arch.residual
@@ -195,6 +218,26 @@ class _Model:
         """Bytes that one layer keeps for its backward pass."""
         layer = self.arch.layers[index]
         return self._sites(index) + self._mixer_kept(index, layer) + self._ffn_kept(index, layer)
+
+    def results(self, index: int) -> float:
+        """Bytes that selective recomputation keeps of one layer between the passes."""
+        mixer = self.arch.layers[index].mixer
+        each = _WIDE * float(self.sums.get(index, 0))
+        if isinstance(mixer, MLASpec):
+            each += self._attention_result(mixer)
+        return each * self.run.tokens + self._experts_result(index)
+
+    def _attention_result(self, m: MLASpec) -> float:
+        """Output of attention and log-sum-exp, of a token."""
+        return _WIDE * m.num_heads * (m.v_head_dim + 1.0)
+
+    def _experts_result(self, index: int) -> float:
+        """What a layer's routed experts gave, which their backward pass does not read."""
+        ffn = self.arch.layers[index].ffn
+        if not isinstance(ffn, MoESpec):
+            return 0.0
+        inner = ffn.latent.size if ffn.latent is not None else self.arch.hidden_size
+        return float(self.run.width * inner * self.run.tokens)
 
     def _sites(self, index: int) -> float:
         """Both norms' inputs, and what reading and writing the stream keeps."""
@@ -254,7 +297,7 @@ class _Model:
         else:
             yield from self._input(index, at, x * m.kv_lora_rank, ("kv_b_proj",))
             yield wide * (m.qk_nope_head_dim + m.v_head_dim)
-        yield _WIDE * m.num_heads * (m.v_head_dim + 1)
+        yield self._attention_result(m)
         if m.rope is not None:
             yield 2.0 * _WIDE * m.qk_rope_head_dim
         if m.indexer is not None:
@@ -284,8 +327,9 @@ class _Model:
         if m.latent is None or any(name in ranks for name in into):
             yield d  # the norm's output: the input of the experts, or of an adapter
         yield _WIDE * (m.num_experts + 1 + 2 * m.top_k) + _INDEX * m.top_k
+        yield _WIDE * self.sums.get(index, 0)
         before_activation = _WIDE * 2.0 * m.intermediate_size * m.top_k
-        if before_activation * self.run.tokens <= EXPERT_KEPT:
+        if self.run.recompute != "selective" and before_activation * self.run.tokens <= EXPERT_KEPT:
             yield before_activation
         if m.latent is not None:
             yield x * 2.0 * m.latent.size + _WIDE

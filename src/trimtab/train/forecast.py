@@ -52,15 +52,13 @@ class Forecast:
 
 
 def forecast(recipe: Recipe, plan: RunPlan) -> Forecast | None:
-    """The forecast of this process, whose model is loaded; None where its memory is not known.
-
-    Selective recomputation is taken for none, which needs more.
-    """
+    """The forecast of this process, whose model is loaded; None where its memory is not known."""
     resident = resident_bytes()
     if resident is None:
         return None
-    recompute = recipe.finetune.recompute == "layer"
-    steps = predict_memory(plan.arch, plan.targets, plan.batch, recompute=recompute).peak
+    steps = predict_memory(
+        plan.arch, plan.targets, plan.batch, recompute=recipe.finetune.recompute
+    ).peak
     return Forecast(resident, steps + _FIRST_STEP, available_bytes())
 
 

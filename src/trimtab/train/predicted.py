@@ -12,6 +12,7 @@ import torch
 
 from trimtab.arch.adapter import LoRATarget
 from trimtab.arch.spec import ArchSpec, MLASpec
+from trimtab.models.context import Recompute
 from trimtab.ops.attention.cost import tiles_are_faster
 from trimtab.ops.registry import OpCase
 from trimtab.plan.own_run import RunMemory, RunShape, predict_run
@@ -19,7 +20,7 @@ from trimtab.train.plan import BatchPlan
 
 
 def predict_memory(
-    arch: ArchSpec, targets: Sequence[LoRATarget], batch: BatchPlan, *, recompute: bool
+    arch: ArchSpec, targets: Sequence[LoRATarget], batch: BatchPlan, *, recompute: Recompute
 ) -> RunMemory:
     """Peak bytes of a CPU run's steps above the process with model and adapters loaded.
 
@@ -30,7 +31,7 @@ def predict_memory(
         arch: of the base.
         targets: adapters of the run.
         batch: how a global batch is cut.
-        recompute: layers are computed again in the backward pass.
+        recompute: what is computed again in the backward pass.
     """
     length = batch.max_seq_len
     gathers = frozenset(
