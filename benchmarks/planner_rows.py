@@ -13,7 +13,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.planner_goldens import golden_degrees, golden_job, golden_of, padded_config
+from benchmarks.planner_goldens import (
+    golden_degrees,
+    golden_job,
+    golden_of,
+    of_only_step,
+    padded_config,
+)
 from benchmarks.planner_table import degree, faults, number
 from trimtab.arch.load import load_outline
 from trimtab.arch.outline import Outline
@@ -395,6 +401,8 @@ def predict(row: Mapping[str, str], models: Mapping[str, object]) -> Case:
         memory = model.of_stage(layout, layout.stages[-1])
     else:
         memory = model.worst(layout)
+    if (golden := golden_of(row)) and golden.values.get("steps") == 1:
+        memory = of_only_step(memory)
     seconds = None
     if row["gbs"] and row["n_dev"]:
         # DualPipe runs the exchange of one micro-batch beside the compute of another.
