@@ -66,6 +66,12 @@ NAMES: dict[str, str] = {
     "moonlight-16b-a3b": "moonshotai/Moonlight-16B-A3B", "glm-4.5-air": "ZhipuAI/GLM-4.5-Air",
     "qwen2.5-72b": "Qwen/Qwen2.5-72B", "qwen3-vl-30b-a3b": "Qwen/Qwen3-30B-A3B",
     "qwen3-4b": "Qwen/Qwen3-4B", "qwen2.5-7b": "Qwen/Qwen2.5-7B",
+    "llama3.1-405b": "meta-llama/Llama-3.1-405B",
+    "kimi-k2-thinking": "moonshotai/Kimi-K2-Instruct",
+    # Models with towers, of which the text model is planned.
+    "qwen3-vl-8b": "Qwen/Qwen3-8B", "qwen2.5-vl-7b": "Qwen/Qwen2.5-7B",
+    "qwen2.5-omni-7b": "Qwen/Qwen2.5-7B", "qwen3-omni-30b-a3b": "Qwen/Qwen3-30B-A3B",
+    "internvl3_5-30b-a3b": "Qwen/Qwen3-30B-A3B", "glm-4.6v": "ZhipuAI/GLM-4.5-Air",
 }
 
 
