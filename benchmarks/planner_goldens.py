@@ -100,11 +100,14 @@ def golden_job(golden: Golden, job: Job) -> Job:
 
 def of_only_step(memory: StageMemory) -> StageMemory:
     """The peak of a run of one step: moments are made when its activations are gone."""
-    forward = memory.lines | {"moments": 0.0}
-    kept = ("base_weights", "gradients", "moments", "masters", "workspace", *OUTSIDE)
-    after = {name: size if name in kept else 0.0 for name, size in memory.lines.items()}
-    both = (replace(memory, lines=forward), replace(memory, lines=after))
-    return max(both, key=lambda one: one.allocated)
+    forward = replace(memory, lines=memory.lines | {"moments": 0.0})
+    return max(forward, between_steps(memory), key=lambda one: one.allocated)
+
+
+def between_steps(memory: StageMemory) -> StageMemory:
+    """What is allocated while no micro-batch is at work."""
+    kept = ("base_weights", "adapters", "gradients", "moments", "masters", "workspace", *OUTSIDE)
+    return replace(memory, lines={k: v if k in kept else 0.0 for k, v in memory.lines.items()})
 
 
 def _stack(flags: frozenset[str]) -> Stack:

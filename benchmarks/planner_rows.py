@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.planner_goldens import (
+    between_steps,
     golden_degrees,
     golden_job,
     golden_of,
@@ -273,7 +274,7 @@ def job_for(row: Mapping[str, str], outline: Outline, degrees: Degrees) -> Job:
     Raises:
         Skip: its sequence length is not a number.
     """
-    seq = number(row, "seq")
+    seq = 1.0 if is_steady(row) else number(row, "seq")
     if seq is None:
         raise Skip("no fixed sequence length")
     micro = int(number(row, "mbs") or 1)
@@ -307,8 +308,8 @@ def job_for(row: Mapping[str, str], outline: Outline, degrees: Degrees) -> Job:
     )
     if golden := golden_of(row):
         return golden_job(golden, job)
-    if "Megatron-Bridge" in row["framework"]:
-        # Its recipes reduce gradients in bf16.
+    if block_of(row) == "Bridge tables" or "golden" in row["notes"]:
+        # Its recipes for speed reduce gradients in bf16; its default is fp32.
         job = replace(job, stack=replace(job.stack, grad_bytes=2))
     if "ROCm" in row["framework"]:
         # Its loss is torch's on all logits in fp32 (kimi_k3/training/pretrain_kimi_k3.py).
@@ -352,16 +353,21 @@ def dispatcher_for(row: Mapping[str, str]) -> Dispatcher:
     return "dedup" if not text and "Bridge 2" in row["framework"] else "flat"
 
 
+def is_steady(row: Mapping[str, str]) -> bool:
+    """The reading is of what is allocated between steps."""
+    return row["mem_scope"].lower().startswith("steady")
+
+
 def measured_memory(row: Mapping[str, str]) -> tuple[float | None, bool]:
     """Peak bytes and whether they are of reserved memory; the allocated peak where both are given.
 
-    Readings that are no peak of a whole rank are left out.
+    Readings that are neither of a whole rank's peak nor of its state are left out.
     """
     scope = row["mem_scope"].lower()
     if row["outcome"] == "oom":
         return None, False  # the run ended before its peak
-    if any(word in scope for word in ("incremental", "sum over", "one layer", "estimated", "steady",
-                                      "device minus", "about 96", "derived", "after every")):
+    if any(word in scope for word in ("incremental", "sum over", "one layer", "estimated", "device minus",
+                                      "about 96", "derived", "after every")):
         return None, False
     unit = 2**30 if row["mem_unit"] == "GiB" else 10**9
     for key, reserved in (("mem_alloc", False), ("mem_reserved", True)):
@@ -409,6 +415,8 @@ def predict(row: Mapping[str, str], models: Mapping[str, object]) -> Case:
         memory = model.worst(layout)
     if (golden := golden_of(row)) and golden.values.get("steps") == 1:
         memory = of_only_step(memory)
+    if is_steady(row):
+        memory = between_steps(memory)
     seconds = None
     if row["gbs"] and row["n_dev"]:
         # DualPipe runs the exchange of one micro-batch beside the compute of another.

@@ -153,7 +153,7 @@ class Job:
         kernels: `plain` where linear attention runs without fused kernels.
         attention: `plain` where softmax attention keeps its probabilities.
         dropout: of attention and of what the layers add to the stream.
-        offload_optimizer: share of the optimizer state in host memory.
+        offload_optimizer: share of the moments in host memory, with a copy of their masters there.
         chunks: model chunks per rank of an interleaved pipeline.
         chunk_group: micro-batches that a chunk works off before the next one does, 0 for as many
             as there are stages.

@@ -169,7 +169,7 @@ class States:
             gathered = (d + e) * _GATHERED
         return StateBytes(
             base=base, adapters=adapters, gradients=gradients,
-            moments=moments * (1 - moved), masters=masters * (1 - moved),
+            moments=moments * (1 - moved), masters=masters,
             gathered=gathered, host=(moments + masters) * moved,
         )
 

@@ -168,3 +168,13 @@ def test_described_tests_of_a_framework_need_what_was_read(values: dict[str, str
 def test_a_test_of_the_framework_that_is_not_described_is_left_out() -> None:
     with pytest.raises(Skip, match="no configuration"):
         predict(row(**(GOLDEN | {"model": "mcore-test:gpt/none_such"})), models())
+
+
+def test_a_reading_between_steps_is_compared_with_the_state() -> None:
+    case = predict(row(
+        model="Qwen3-30B-A3B", hf_id="Qwen/Qwen3-30B-A3B", layers="", hardware="H100", n_dev="16", tp="2",
+        pp="2", ep="4", mbs="", gbs="", seq="", optimizer="adam, CPU offload 25%", mem_alloc="43.4",
+        mem_unit="GB", mem_scope="steady allocated", framework="Megatron-Bridge", notes="",
+    ), models())
+    assert case.memory is not None and case.memory.lines["kept_activations"] == 0
+    assert planner.memory_error(case) == pytest.approx(0, abs=0.01)
