@@ -3,7 +3,8 @@
 Knows: HTTP, the user's cache. Does not know: records, recipes, pixels.
 
 A kept file lies at the SHA-256 of its URL, so that a second epoch and a run that goes on read the
-bytes of the first time and ask nobody.
+bytes of the first time and ask nobody. What failed is not asked for again by the same process: later
+epochs would wait for it each time, and leave other records out than the first.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 20.0  # between two pieces of an answer
 TOTAL_SECONDS = 120.0
 _PIECE = 2**16
+_failed: dict[str, Exception] = {}  # by URL
 
 
 class FetchError(Exception):
@@ -51,13 +53,25 @@ def fetched(url: str, max_bytes: int, check: Callable[[bytes], object]) -> bytes
     try:
         if kept.is_file():
             return kept.read_bytes()
-        data = _download(url, max_bytes)
-        check(data)
-        return _keep(kept, data)
+        return _keep(kept, _checked(url, max_bytes, check))
     except OSError as error:
         hint = "TRIMTAB_CACHE names the directory of what is fetched"
         rule = f"cannot be read or written: {error.strerror}"
         raise RunError("TT314", str(kept.parent), rule, hint=hint) from error
+
+
+def _checked(url: str, max_bytes: int, check: Callable[[bytes], object]) -> bytes:
+    if url in _failed:
+        raise _failed[url].with_traceback(None)
+    try:
+        data = _download(url, max_bytes)
+        check(data)
+    except RunError:
+        raise
+    except Exception as error:
+        _failed[url] = error
+        raise
+    return data
 
 
 def _keep(path: Path, data: bytes) -> bytes:

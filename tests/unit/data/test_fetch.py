@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +86,7 @@ class Server(http.server.BaseHTTPRequestHandler):
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Counter[str]]]:
     monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(network, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(fetch, "_failed", {})
     handler = type("Counting", (Server,), {"asked": Counter()})
     host = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=host.serve_forever, args=(0.01,))
@@ -151,8 +153,9 @@ def test_what_cannot_be_used_is_named_without_its_query_and_not_kept(
     if place in ("long", "other"):
         assert len(IMAGE) > 900
         monkeypatch.setattr(image_source, "MAX_FILE_BYTES", 900)
-    with pytest.raises(DataError, match=said) as caught:
-        source(f"{url}/{place}/a.png?token=secret").read(fetch=True)
+    for where in ("d.jsonl:1", AT):  # the second is told without asking
+        with pytest.raises(DataError, match=said) as caught:
+            replace(source(f"{url}/{place}/a.png?token=secret"), where=where).read(fetch=True)
     assert caught.value.code == "TT406" and caught.value.where == AT
     assert f"{url}/{place}/a.png?***" in caught.value.rule
     assert "secret" not in caught.value.message
@@ -204,4 +207,5 @@ def test_epochs_read_the_kept_bytes_and_a_lost_image_is_a_broken_record(
                 for _ in range(4):
                     stream.next_pack()
             assert f"{path}:2" in caught.value.message and f"{url}/gone/2.png" in caught.value.message
+    assert asked["gone"] == 1
     assert all(np.array_equal(a.input_ids, b.input_ids) for a, b in zip(packs[:4], packs[4:], strict=True))
