@@ -36,7 +36,7 @@ from trimtab.checkpoint.output import WORK, LocalOutput, Output, record_name
 from trimtab.checkpoint.planned import BaseDtype, plan_tensors, written_arch
 from trimtab.checkpoint.released import RELEASED_NAME, released_document
 from trimtab.checkpoint.source import Source
-from trimtab.checkpoint.stream import FilePlan, Pipeline, least_bytes, plan_file
+from trimtab.checkpoint.stream import FilePlan, Pipeline, least_bytes, plan_file, split_by_bytes
 from trimtab.checkpoint.structure import is_skipped
 from trimtab.errors import CheckpointError, ConfigError
 from trimtab.units import format_bytes
@@ -218,17 +218,9 @@ def _memory_left(memory: int, workers: int) -> int:
 
 
 def _cut_files(name: str, tensors: Sequence[PlannedTensor]) -> list[FilePlan]:
-    groups: list[list[PlannedTensor]] = [[]]
-    held = 0
-    for tensor in tensors:
-        if groups[-1] and held + tensor.num_bytes > LARGEST_FILE:
-            groups.append([])
-            held = 0
-        groups[-1].append(tensor)
-        held += tensor.num_bytes
     return [
         plan_file(f"{name}{f'.{number}' if number else ''}.safetensors", group)
-        for number, group in enumerate(groups)
+        for number, group in enumerate(split_by_bytes(tensors, LARGEST_FILE))
     ]
 
 

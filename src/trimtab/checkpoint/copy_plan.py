@@ -14,9 +14,9 @@ from trimtab.arch.params import ParamSpec, inventory, mtp_inventory
 from trimtab.arch.spec import ArchSpec
 from trimtab.arch.stored import StoredTensor
 from trimtab.checkpoint.codec import Part, packed_kind
-from trimtab.checkpoint.headers import TensorEntry
+from trimtab.checkpoint.headers import TensorEntry, header_bytes
 from trimtab.checkpoint.released import ReleasedFile, released_files
-from trimtab.checkpoint.rewrite import OutputFile, OutputTensor, header_of
+from trimtab.checkpoint.rewrite import OutputFile, OutputTensor
 from trimtab.checkpoint.source import Source
 
 # Parameter and leading indices.
@@ -139,4 +139,4 @@ def _output_file(
     ]
     header = file.header if is_same else None
     twin = file.twin if is_same else None
-    return OutputFile(file.name, header or header_of(tensors), tuple(tensors), twin)
+    return OutputFile(file.name, header or header_bytes(tensors), tuple(tensors), twin)

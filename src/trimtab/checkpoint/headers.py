@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from trimtab.errors import CheckpointError
 
@@ -25,6 +26,26 @@ DTYPE_SIZES: dict[str, int] = {
 }
 
 ReadAt = Callable[[int, int], bytes | bytearray]
+
+
+class Described(Protocol):
+    """What a header says of a tensor: safetensors dtype, shape, and the bytes they need."""
+
+    @property
+    def name(self) -> str:
+        """As in the file."""
+
+    @property
+    def dtype(self) -> str:
+        """Safetensors dtype string."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,3 +174,23 @@ def _check_contiguous(
     if position != size:
         word = "truncated" if size < position else "too long"
         raise _damaged(file, f"file is {word}: expected {position} bytes, found {size}")
+
+
+def header_bytes(tensors: Iterable[Described], alignment: int = 8) -> bytes:
+    """Length and JSON of a file that holds these tensors in this order, without gaps.
+
+    Args:
+        tensors: all of the file.
+        alignment: the data begins at a multiple of it.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in tensors:
+        end = offset + tensor.num_bytes
+        header[tensor.name] = {
+            "dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % alignment)
+    return struct.pack("<Q", len(text)) + text

@@ -10,9 +10,7 @@ others are laid out again. Memory is a block of bytes, or a block of rows of one
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,21 +97,6 @@ class Rewritten:
     changed: int
     identical: int
     cloned_bytes: int
-
-
-def header_of(tensors: Sequence[OutputTensor]) -> bytes:
-    """Length and JSON of a new file."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for tensor in tensors:
-        end = offset + tensor.num_bytes
-        header[tensor.name] = {
-            "dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]
-        }
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
 
 
 def needed_bytes(source: Source, plan: Sequence[OutputFile], directory: Path) -> int:

@@ -10,7 +10,6 @@ written first and its tensors follow in order.
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from trimtab.checkpoint.codec import (
     packed_kind,
     to_bytes,
 )
+from trimtab.checkpoint.headers import header_bytes
 from trimtab.checkpoint.manifest import (
     ArtefactWriter,
     inventory_hash,
@@ -164,7 +164,7 @@ def _write_file(
 ) -> int:
     done, total = position
     with out.open(file) as handle:
-        handle.write(_header(shard))
+        handle.write(header_bytes(shard))
         for stored in shard:
             tensor = tensor_for(stored)
             if tuple(tensor.shape) != stored.shape or tensor.dtype != TORCH_DTYPES[stored.dtype]:
@@ -176,20 +176,6 @@ def _write_file(
             if progress is not None:
                 progress(done, total)
     return done
-
-
-def _header(shard: Sequence[StoredTensor]) -> bytes:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for stored in shard:
-        end = offset + stored.num_bytes
-        header[stored.name] = {
-            "dtype": stored.dtype, "shape": list(stored.shape), "data_offsets": [offset, end]
-        }
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
 
 
 def _json(value: object) -> bytes:

@@ -22,7 +22,7 @@ from trimtab.checkpoint.manifest import inventory_hash, versions
 from trimtab.checkpoint.moves import PlannedTensor, RawMove, check_finite
 from trimtab.checkpoint.slice_config import kept_experts, sliced_config
 from trimtab.checkpoint.source import INDEX_NAME, Source
-from trimtab.checkpoint.stream import FilePlan, plan_file
+from trimtab.checkpoint.stream import FilePlan, plan_file, split_by_bytes
 from trimtab.checkpoint.structure import require_equal
 
 SHARD_BYTES = 5 * 10**9
@@ -175,14 +175,7 @@ def _pairs(
 
 
 def _shards(tensors: Sequence[PlannedTensor], shard_bytes: int) -> list[FilePlan]:
-    groups: list[list[PlannedTensor]] = [[]]
-    held = 0
-    for tensor in tensors:
-        if groups[-1] and held + tensor.num_bytes > shard_bytes:
-            groups.append([])
-            held = 0
-        groups[-1].append(tensor)
-        held += tensor.num_bytes
+    groups = split_by_bytes(tensors, shard_bytes)
     if len(groups) == 1:
         return [plan_file("model.safetensors", groups[0])]
     return [

@@ -10,17 +10,17 @@ theirs, so that the hash of the file is known when its last byte is.
 from __future__ import annotations
 
 import hashlib
-import json
-import struct
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Protocol
 
 from trimtab.checkpoint.direct import ALIGNMENT, READ_BUFFER_BYTES, aligned_buffer
+from trimtab.checkpoint.headers import header_bytes
 from trimtab.checkpoint.manifest import FileRecord
 from trimtab.checkpoint.moves import PlannedTensor
 
@@ -93,22 +93,25 @@ class FilePlan:
 
 def plan_file(name: str, tensors: Sequence[PlannedTensor]) -> FilePlan:
     """Lay tensors out in a file."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    begins, offset = [], 0
-    for tensor in tensors:
-        end = offset + tensor.num_bytes
-        header[tensor.name] = {
-            "dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end],
-        }
-        begins.append(offset)
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % ALIGNMENT)
-    whole = struct.pack("<Q", len(text)) + text
+    begins = list(accumulate((tensor.num_bytes for tensor in tensors), initial=0))
+    whole = header_bytes(tensors, ALIGNMENT)
     return FilePlan(
-        name, tuple(tensors), whole, tuple(len(whole) + begin for begin in begins),
-        len(whole) + offset,
+        name, tuple(tensors), whole, tuple(len(whole) + begin for begin in begins[:-1]),
+        len(whole) + begins[-1],
     )
+
+
+def split_by_bytes(tensors: Sequence[PlannedTensor], most: int) -> list[list[PlannedTensor]]:
+    """Groups in order, of at most `most` bytes each; a larger tensor is alone in its group."""
+    groups: list[list[PlannedTensor]] = [[]]
+    held = 0
+    for tensor in tensors:
+        if groups[-1] and held + tensor.num_bytes > most:
+            groups.append([])
+            held = 0
+        groups[-1].append(tensor)
+        held += tensor.num_bytes
+    return groups
 
 
 def least_bytes(workers: int) -> int:
