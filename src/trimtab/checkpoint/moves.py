@@ -19,6 +19,7 @@ from trimtab.arch.stored import DTYPE_BYTES, StoredTensor
 from trimtab.checkpoint.boxes import gather, gathered_bytes
 from trimtab.checkpoint.cast import decode_rows, find_bad, narrow, widen
 from trimtab.checkpoint.converted import ConvertedSource
+from trimtab.checkpoint.headers import Described
 from trimtab.checkpoint.layout import PLAIN, Target
 from trimtab.checkpoint.source import Source
 from trimtab.errors import CheckpointError
@@ -28,24 +29,8 @@ _CHUNK_BYTES = 2**20
 _TENSORS_WITH_NAMES = 8
 
 
-class PlannedTensor(Protocol):
+class PlannedTensor(Described, Protocol):
     """A tensor of an output file."""
-
-    @property
-    def name(self) -> str:
-        """Name in the file."""
-
-    @property
-    def dtype(self) -> str:
-        """Safetensors dtype string."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape in the file."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes in the file."""
 
     @property
     def grain(self) -> int:
